@@ -198,10 +198,10 @@ class Methods:
 
 
 def more_methods() -> str:
-    """Those of rlx/ir/functions.py, with the signatures that stand there."""
-    tree = ast.parse(inspect.getsource(functions))
+    """Those of rlx/ir/functions, with the signatures that stand there."""
+    files = [import_module(f"rlx.ir.functions.{found.name}") for found in iter_modules(functions.__path__)]
     out = ""
-    for f in tree.body:
+    for f in (f for file in files for f in ast.parse(inspect.getsource(file)).body):
         if isinstance(f, ast.FunctionDef) and f.name in functions.__all__ and f.args.args and f.args.args[0].arg == "x":
             f.args.args[0] = ast.arg("self")
             doc = ast.get_docstring(f)

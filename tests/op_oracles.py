@@ -19,7 +19,7 @@ import scipy.special
 import torch
 import torch.nn.functional as F
 
-from rlx.ir.dtype import DType
+from rlx.ir.dtype import DTYPES, DType
 
 
 def torch_(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,6 +79,15 @@ def cast(case: Any, attrs: Any, x: np.ndarray) -> np.ndarray:
 
     kind = {"b": np.bool_, "f": np.float64, "c": np.complex128}.get(attrs.dtype.kind, np.int64)
     return np.array([one(v) for v in x.reshape(-1).tolist()], kind).reshape(x.shape)
+
+
+def same_bits(case: Any, attrs: Any, x: np.ndarray) -> np.ndarray:
+    """By torch's own view of other bits."""
+    names = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+    names |= {d.name: {"i": "int", "u": "uint"}[d.kind] + str(d.bits) for d in DTYPES.values() if d.is_int}
+    wanted = [getattr(torch, names[d.name]) for d in (case.dtypes[0], attrs.dtype)]
+    found = torch.from_numpy(x).to(wanted[0]).view(wanted[1])
+    return found.to(torch.float64 if attrs.dtype.is_float else torch.int64).numpy()
 
 
 def axes(attrs: Any, x: torch.Tensor) -> tuple[int, ...]:
@@ -428,6 +437,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "relu": plain(torch.relu), "sigmoid": plain(torch.sigmoid), "silu": plain(F.silu),
     "softplus": lambda c, a, x: -scipy.special.log_expit(-x), "gelu": torch_(lambda a, x: F.gelu(x, approximate=a.approximate)),
     "clip": torch_(lambda a, x: torch.clamp(x, a.low, a.high)), "log1p": plain(torch.log1p), "expm1": plain(torch.expm1),
+    **{n: plain(getattr(torch, n)) for n in "tan asin acos atan sinh cosh asinh acosh atanh".split()}, "bitcast": same_bits,
     "layer_norm": normalised(F.layer_norm), "rms_norm": normalised(F.rms_norm),
     "group_norm": torch_(lambda a, x, *affine: F.group_norm(x, a.groups, *affine, eps=a.eps)),
     "attention": attention, "attention_parts": attention_parts,

@@ -174,6 +174,8 @@ class Methods:
     def cast(self, /, dtype: DType | str, *, shape: Any = None, name: str | None = None) -> Value:
         """Converts to another dtype. Float to integer truncates and saturates (NaN gives 0); to bool is x != 0; c64 to real
         drops the imaginary part."""
+    def bitcast(self, /, dtype: DType | str, *, shape: Any = None, name: str | None = None) -> Value:
+        """The same bits as another dtype of equal size. A NaN of 16 or 8 bits may become another NaN."""
     def router(self, /, experts: int, ahead: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
         """Marks the choice of experts, i32 [tokens, k]: the result is ids, in memory of its own, where the runtime finds it
         after a run. `route` has one inside."""
@@ -289,6 +291,24 @@ class Methods:
     def valid_rows(self, extent: Operand, /, axis: int = 0, upper: int = 0, inner: int = 1, fill: Literal['0', '1', 'least', 'greatest'] = '0', guard: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
         """Replaces the rows of x from index `extent` (an integer of dims ()) on, along `axis`, by `fill`: '0', '1', or the
         'least' or 'greatest' number of the dtype."""
+    def tan(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Tangent; x is in radians."""
+    def asin(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Angle in -π/2 … π/2 whose sine is x; NaN if |x| > 1."""
+    def acos(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Angle in 0 … π whose cosine is x; NaN if |x| > 1."""
+    def atan(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Angle in -π/2 … π/2 whose tangent is x."""
+    def sinh(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Hyperbolic sine."""
+    def cosh(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Hyperbolic cosine."""
+    def asinh(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Inverse hyperbolic sine."""
+    def acosh(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Inverse hyperbolic cosine, at least 0; NaN if x < 1."""
+    def atanh(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Inverse hyperbolic tangent; NaN if |x| > 1."""
     def broadcast_to(self, /, dims: Dims, *, shape: Any = None, name: str | None = None) -> Value:
         """Broadcasts to `dims`: repeats the operand along new leading dims and along its dims of size 1."""
     def slice(self, /, starts: int | Sequence[int], stops: int | Sequence[int], steps: int | Sequence[int] = (), *, shape: Any = None, name: str | None = None) -> Value:
@@ -299,6 +319,18 @@ class Methods:
         """Removes the dims `axes`, which must be of size 1."""
     def unsqueeze(self, /, axes: int | Sequence[int], *, shape: Any = None, name: str | None = None) -> Value:
         """Inserts dims of size 1 at `axes` of the result."""
+    def leaky_relu(self, slope: float=0.01) -> Value: """x where x > 0, else x * slope."""
+    def prelu(self, slope: Operand) -> Value: """x where x > 0, else x * slope; the slope broadcasts, and may be an operand of the same dtype."""
+    def elu(self, alpha: float=1.0) -> Value: """x where x > 0, else alpha * (exp(x) - 1)."""
+    def selu(self, alpha: float=1.6732632423543772, gamma: float=1.0507009873554805) -> Value: """gamma * elu(x, alpha), by default with the constants that keep mean 0 and variance 1."""
+    def celu(self, alpha: float=1.0) -> Value: """x where x > 0, else alpha * (exp(x / alpha) - 1)."""
+    def hard_sigmoid(self, alpha: float=1 / 6, beta: float=0.5) -> Value: """clip(alpha * x + beta, 0, 1)."""
+    def hard_swish(self) -> Value: """x * hard_sigmoid(x)."""
+    def swish(self, alpha: float=1.0) -> Value: """x * sigmoid(alpha * x); with 1.702 for alpha, an approximation of gelu."""
+    def mish(self) -> Value: """x * tanh(softplus(x))."""
+    def softsign(self) -> Value: """x / (1 + |x|)."""
+    def shrink(self, threshold: float=0.5, bias: float=0.0) -> Value: """x moved towards zero by `bias`; 0 where |x| <= threshold."""
+    def thresholded_relu(self, threshold: float=1.0) -> Value: """x where x > threshold, else 0."""
     def full_like(self, value: Operand, dtype: DType | str | None=None) -> Value: ...
     def zeros_like(self, dtype: DType | str | None=None) -> Value: ...
     def ones_like(self, dtype: DType | str | None=None) -> Value: ...
@@ -312,10 +344,9 @@ class Methods:
     def tril(self, k: int=0) -> Value: """Zeros above diagonal k of the last two dims."""
     def triu(self, k: int=0) -> Value: """Zeros below diagonal k of the last two dims."""
     def square(self) -> Value: ...
-    def tan(self) -> Value: ...
     def log2(self) -> Value: ...
     def log10(self) -> Value: ...
-    def isinf(self) -> Value: ...
+    def isinf(self, negative: bool=True, positive: bool=True) -> Value: """True at infinities: of both signs, or of one."""
     def isfinite(self) -> Value: """False for NaN and both infinities."""
     def logaddexp(self, y: Operand) -> Value: """log(exp(x) + exp(y)) without overflow. As in numpy for equal infinities."""
     def var(self, axis: int | Sequence[int] | None=None, keepdims: bool=False, ddof: int=0) -> Value: """The mean square distance from the mean; of n elements, the sum over n - ddof."""

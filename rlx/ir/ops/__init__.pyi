@@ -165,6 +165,8 @@ def where(condition: Operand, x: Operand, y: Operand, /, *, shape: Any = None, n
 def cast(x: Operand, /, dtype: DType | str, *, shape: Any = None, name: str | None = None) -> Value:
     """Converts to another dtype. Float to integer truncates and saturates (NaN gives 0); to bool is x != 0; c64 to real drops
     the imaginary part."""
+def bitcast(x: Operand, /, dtype: DType | str, *, shape: Any = None, name: str | None = None) -> Value:
+    """The same bits as another dtype of equal size. A NaN of 16 or 8 bits may become another NaN."""
 def router(ids: Operand, /, experts: int, ahead: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
     """Marks the choice of experts, i32 [tokens, k]: the result is ids, in memory of its own, where the runtime finds it after
     a run. `route` has one inside."""
@@ -280,6 +282,24 @@ def take_rows(state: Operand, at: Operand, /, count: int, axis: int = 0, *, shap
 def valid_rows(x: Operand, extent: Operand, /, axis: int = 0, upper: int = 0, inner: int = 1, fill: Literal['0', '1', 'least', 'greatest'] = '0', guard: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
     """Replaces the rows of x from index `extent` (an integer of dims ()) on, along `axis`, by `fill`: '0', '1', or the 'least'
     or 'greatest' number of the dtype."""
+def tan(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Tangent; x is in radians."""
+def asin(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Angle in -π/2 … π/2 whose sine is x; NaN if |x| > 1."""
+def acos(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Angle in 0 … π whose cosine is x; NaN if |x| > 1."""
+def atan(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Angle in -π/2 … π/2 whose tangent is x."""
+def sinh(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Hyperbolic sine."""
+def cosh(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Hyperbolic cosine."""
+def asinh(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Inverse hyperbolic sine."""
+def acosh(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Inverse hyperbolic cosine, at least 0; NaN if x < 1."""
+def atanh(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Inverse hyperbolic tangent; NaN if |x| > 1."""
 def reshape(x: Operand, /, dims: Dims, *, shape: Any = None, name: str | None = None) -> Value:
     """The same elements in row-major order with new dims; one of them may be -1 (inferred)."""
 def transpose(x: Operand, /, axes: int | Sequence[int] = (), *, shape: Any = None, name: str | None = None) -> Value:
@@ -301,6 +321,8 @@ take = gather
 
 __all__ = [
     "abs",
+    "acos",
+    "acosh",
     "add",
     "all",
     "all_gather",
@@ -310,9 +332,14 @@ __all__ = [
     "argmax",
     "argmin",
     "argsort",
+    "asin",
+    "asinh",
     "astype",
+    "atan",
+    "atanh",
     "attention",
     "attention_parts",
+    "bitcast",
     "bitwise_and",
     "bitwise_not",
     "bitwise_or",
@@ -327,6 +354,7 @@ __all__ = [
     "conj",
     "copy",
     "cos",
+    "cosh",
     "cumsum",
     "dequant_matmul",
     "dequantize",
@@ -401,6 +429,7 @@ __all__ = [
     "sign",
     "silu",
     "sin",
+    "sinh",
     "slice",
     "softmax",
     "softplus",
@@ -412,6 +441,7 @@ __all__ = [
     "sum",
     "take",
     "take_rows",
+    "tan",
     "tanh",
     "threshold",
     "top_few",

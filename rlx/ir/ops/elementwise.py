@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from rlx.ir.contexts import Applied, Parted, Partitioning
+from rlx.errors import DTypeError
+from rlx.ir.contexts import Applied, Coords, Lowering, Parted, Partitioning
 from rlx.ir.declare import op
 from rlx.ir.dtype import DType, as_dtype, bool_, f32
-from rlx.ir.kernel import Builder, Expr
+from rlx.ir.kernel import Builder, Expr, k
 from rlx.ir.node import Node, Value
 from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.rules import again, comparison, halves, joined, pointwise, same, same_dtype
@@ -310,4 +311,34 @@ cast = op(
     ),
     doc="Converts to another dtype. Float to integer truncates and saturates (NaN gives 0); to bool is x != 0; c64 to real drops "
     "the imaginary part.",
+)  # fmt: skip
+
+
+class BitcastAttrs(Attrs):
+    dtype: DType
+
+
+def _bitcast_shape(attrs: BitcastAttrs, x: Shape) -> Shape:
+    if attrs.dtype.bits != x.dtype.bits or attrs.dtype.kind not in "fiu":
+        raise DTypeError(f"{x.dtype} has {x.dtype.bits} bits; {attrs.dtype} is not a number of as many")
+    return x.with_dtype(attrs.dtype)
+
+
+def _bitcast_element(ctx: Lowering, node: Applied[BitcastAttrs], result: int, coords: Coords) -> Expr:
+    """An INDEX op, since a POINTWISE one is not told which dtype its operand is stored in."""
+    x, to = node.inputs[0], node.attrs.dtype
+    return k.cast(k.bitcast(k.cast(ctx.element(x, coords), x.dtype), dtype=to), to.compute)
+
+
+bitcast = op(
+    "bitcast", kind=Kind.INDEX, infer=_bitcast_shape, attrs=BitcastAttrs, dtypes="fiu", as_stored=True,
+    reference=lambda attrs, x: x.view(attrs.dtype.numpy), element=_bitcast_element, rows=lambda attrs, operand, axis, x: axis,
+    samples=tuple(
+        Sample(((3, 17),), {"dtype": as_dtype(to)}, low=-limit, high=limit, dtypes=(d,))
+        for d, to, limit in (
+            ("f32", "i32", 9e9), ("i32", "f32", 2e9), ("u32", "i32", 2e9), ("i64", "f64", 9e18), ("f16", "u16", 6e4),
+            ("i16", "bf16", 3e4), ("u8", "i8", 255),
+        )
+    ),
+    doc="The same bits as another dtype of equal size. A NaN of 16 or 8 bits may become another NaN.",
 )  # fmt: skip

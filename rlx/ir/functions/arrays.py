@@ -1,80 +1,57 @@
-"""Functions of numpy's kind made of ops: zeros, arange, stack, einsum, tril and others. They are no ops: the graph holds
-the ops. Those whose first argument is `x` are methods of values, too."""
+"""numpy's functions: zeros, arange, stack, einsum, tril and others."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, GraphError, ShapeError
 from rlx.ir import ops
 from rlx.ir.dtype import DType, f32, i64
-from rlx.ir.methods import FUNCTIONS, attach
+from rlx.ir.functions.declare import Dims, as_value, function, known_dim, own_axis
+from rlx.ir.methods import FUNCTIONS
 from rlx.ir.node import Operand, Value, constant
 from rlx.ir.op import as_dims, as_ints
 from rlx.ir.shape import Dim, DimLike
 
-Dims = int | str | Dim | Sequence[int | str | Dim]
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _function(f: F) -> F:
-    FUNCTIONS[f.__name__] = f
-    code = f.__code__  # type: ignore[attr-defined]
-    if code.co_argcount and code.co_varnames[0] == "x":
-        attach(Value, f.__name__, f)
-    return f
-
-
-def _value(x: Operand) -> Value:
-    return x if isinstance(x, Value) else constant(x)
-
-
-def _axis(x: Value, axis: int, more: int = 0) -> int:
-    rank = x.rank + more
-    if not -rank <= axis < rank:
-        raise AttributeValueError(f"axis {axis} of {x!r}, which has {rank} dims" + (" with the new one" if more else ""))
-    return axis % rank
-
-
 # -- new values ----------------------------------------------------------------------------------------------------
 
 
-@_function
+@function
 def full(dims: Dims, value: Operand, dtype: DType | str | None = None) -> Value:
     """`value` everywhere. Without `dtype`: of `value`, as in rlx.constant."""
     return ops.broadcast_to(value if isinstance(value, Value) else constant(value, dtype), dims=as_dims(dims))
 
 
-@_function
+@function
 def zeros(dims: Dims, dtype: DType | str = f32) -> Value:
     return full(dims, 0, dtype)
 
 
-@_function
+@function
 def ones(dims: Dims, dtype: DType | str = f32) -> Value:
     return full(dims, 1, dtype)
 
 
-@_function
+@function
 def full_like(x: Value, value: Operand, dtype: DType | str | None = None) -> Value:
-    return full(_value(x).dims, value, dtype or x.dtype)
+    return full(as_value(x).dims, value, dtype or x.dtype)
 
 
-@_function
+@function
 def zeros_like(x: Value, dtype: DType | str | None = None) -> Value:
     return full_like(x, 0, dtype)
 
 
-@_function
+@function
 def ones_like(x: Value, dtype: DType | str | None = None) -> Value:
     return full_like(x, 1, dtype)
 
 
-@_function
+@function
 def arange(start: float | str | Dim, stop: float | None = None, step: float = 1, dtype: DType | str | None = None) -> Value:
     """start, start + step, ... below stop: i64, or f32 if one of them is a float. `arange("n")` counts a named dim."""
     if isinstance(start, (str, Dim)):
@@ -87,13 +64,13 @@ def arange(start: float | str | Dim, stop: float | None = None, step: float = 1,
     return constant(found, dtype)
 
 
-@_function
+@function
 def linspace(start: float, stop: float, num: int = 50, endpoint: bool = True, dtype: DType | str = f32) -> Value:
     """`num` numbers at equal distances from start to stop (without stop: `endpoint=False`)."""
     return constant(np.linspace(start, stop, num, endpoint), dtype)
 
 
-@_function
+@function
 def eye(rows: int, columns: int | None = None, k: int = 0, dtype: DType | str = f32) -> Value:
     """Ones on diagonal k, zeros elsewhere."""
     return constant(np.eye(rows, columns, k), dtype)
@@ -102,31 +79,31 @@ def eye(rows: int, columns: int | None = None, k: int = 0, dtype: DType | str = 
 # -- shape ---------------------------------------------------------------------------------------------------------
 
 
-@_function
+@function
 def stack(values: Sequence[Operand], axis: int = 0) -> Value:
     """The values beside each other along a new axis."""
-    made = [_value(x) for x in values]
+    made = [as_value(x) for x in values]
     if not made:
         raise ShapeError("stack takes at least one value")
-    at = _axis(made[0], axis, 1)
+    at = own_axis(made[0], axis, 1)
     return ops.concat([ops.unsqueeze(x, axes=at) for x in made], axis=at)
 
 
-@_function
+@function
 def expand_dims(x: Value, axis: int | Sequence[int]) -> Value:
     """New dims of 1 at these axes of the result."""
     return ops.unsqueeze(x, axes=as_ints(axis))
 
 
-@_function
+@function
 def swapaxes(x: Value, axis1: int, axis2: int) -> Value:
-    a, b = _axis(x, axis1), _axis(x, axis2)
+    a, b = own_axis(x, axis1), own_axis(x, axis2)
     return ops.transpose(x, axes=tuple(b if i == a else a if i == b else i for i in range(x.rank)))
 
 
-@_function
+@function
 def moveaxis(x: Value, source: int | Sequence[int], destination: int | Sequence[int]) -> Value:
-    sources, places = ([_axis(x, i) for i in as_ints(axes)] for axes in (source, destination))
+    sources, places = ([own_axis(x, i) for i in as_ints(axes)] for axes in (source, destination))
     if len(sources) != len(places) or len(set(sources)) < len(sources) or len(set(places)) < len(places):
         raise AttributeValueError(f"moveaxis: {source} and {destination} must be as many different axes")
     order = [i for i in range(x.rank) if i not in sources]
@@ -135,22 +112,22 @@ def moveaxis(x: Value, source: int | Sequence[int], destination: int | Sequence[
     return ops.transpose(x, axes=order)
 
 
-@_function
+@function
 def flip(x: Value, axis: int | Sequence[int] | None = None) -> Value:
     """The elements in reverse order along the axes; of all axes: None."""
-    axes = {_axis(x, i) for i in (range(x.rank) if axis is None else as_ints(axis))}
+    axes = {own_axis(x, i) for i in (range(x.rank) if axis is None else as_ints(axis))}
     return x[tuple(slice(None, None, -1) if i in axes else slice(None) for i in range(x.rank))]
 
 
-@_function
+@function
 def roll(x: Value, shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> Value:
     """The elements moved by `shift` along the axes, those past the end at the start; without axes: in row-major order."""
     if axis is None:
         return ops.reshape(roll(ops.reshape(x, dims=-1), shift, 0), dims=x.dims)
     shifts, axes = as_ints(shift), as_ints(axis)
     shifts = shifts * len(axes) if len(shifts) == 1 else shifts
-    for by, at in zip(shifts, (_axis(x, i) for i in axes), strict=True):
-        size = _known(x, at)
+    for by, at in zip(shifts, (own_axis(x, i) for i in axes), strict=True):
+        size = known_dim(x, at)
         cut = -by % size if size else 0
         if cut:
             before = (slice(None),) * at
@@ -158,14 +135,7 @@ def roll(x: Value, shift: int | Sequence[int], axis: int | Sequence[int] | None 
     return x
 
 
-def _known(x: Value, axis: int) -> int:
-    dim = x.dims[axis]
-    if not isinstance(dim, int):
-        raise GraphError(f"dim {dim} of {x!r} must be known")
-    return dim
-
-
-@_function
+@function
 def tile(x: Value, repeats: int | Sequence[int]) -> Value:
     """The whole of x, `repeats` times along each axis."""
     counts = as_ints(repeats)
@@ -176,23 +146,23 @@ def tile(x: Value, repeats: int | Sequence[int]) -> Value:
     return ops.reshape(wide, dims=tuple(n * d for n, d in zip(counts, dims)))
 
 
-@_function
+@function
 def repeat(x: Value, repeats: int, axis: int | None = None) -> Value:
     """Each element (along the axis) `repeats` times; without an axis: of x as one row."""
     if axis is None:
         return repeat(ops.reshape(x, dims=-1), repeats, 0)
-    at = _axis(x, axis) + 1
+    at = own_axis(x, axis) + 1
     wide = ops.broadcast_to(ops.unsqueeze(x, axes=at), dims=(*x.dims[:at], repeats, *x.dims[at:]))
     return ops.reshape(wide, dims=(*x.dims[: at - 1], x.dims[at - 1] * repeats, *x.dims[at:]))
 
 
-@_function
+@function
 def tril(x: Value, k: int = 0) -> Value:
     """Zeros above diagonal k of the last two dims."""
     return _triangle(x, lambda row, column: column <= row + k)
 
 
-@_function
+@function
 def triu(x: Value, k: int = 0) -> Value:
     """Zeros below diagonal k of the last two dims."""
     return _triangle(x, lambda row, column: row + k <= column)
@@ -208,38 +178,36 @@ def _triangle(x: Value, inside: Callable[[Value, Value], Value]) -> Value:
 # -- elements ------------------------------------------------------------------------------------------------------
 
 
-@_function
+@function
 def square(x: Value) -> Value:
     return x * x
 
 
-@_function
-def tan(x: Value) -> Value:
-    return ops.sin(x) / ops.cos(x)
-
-
-@_function
+@function
 def log2(x: Value) -> Value:
     return ops.log(x) * (1 / math.log(2))
 
 
-@_function
+@function
 def log10(x: Value) -> Value:
     return ops.log(x) * (1 / math.log(10))
 
 
-@_function
-def isinf(x: Value) -> Value:
-    return ops.equal(ops.abs(x), math.inf)
+@function
+def isinf(x: Value, negative: bool = True, positive: bool = True) -> Value:
+    """True at infinities: of both signs, or of one."""
+    if negative and positive:
+        return ops.equal(ops.abs(x), math.inf)
+    return ops.equal(x, math.inf) if positive else ops.equal(x, -math.inf) if negative else ops.less(x, x)
 
 
-@_function
+@function
 def isfinite(x: Value) -> Value:
     """False for NaN and both infinities."""
     return ops.less(ops.abs(x), math.inf)
 
 
-@_function
+@function
 def logaddexp(x: Value, y: Operand) -> Value:
     """log(exp(x) + exp(y)) without overflow. As in numpy for equal infinities."""
     high, low = ops.maximum(x, y), ops.minimum(x, y)
@@ -249,56 +217,56 @@ def logaddexp(x: Value, y: Operand) -> Value:
 # -- reductions and products ---------------------------------------------------------------------------------------
 
 
-@_function
+@function
 def var(x: Value, axis: int | Sequence[int] | None = None, keepdims: bool = False, ddof: int = 0) -> Value:
     """The mean square distance from the mean; of n elements, the sum over n - ddof."""
-    axes = tuple(_axis(x, i) for i in (range(x.rank) if axis is None else as_ints(axis)))
+    axes = tuple(own_axis(x, i) for i in (range(x.rank) if axis is None else as_ints(axis)))
     away = square(x - ops.mean(x, axis=axes, keepdims=True))
     if not ddof:
         return ops.mean(away, axis=axes, keepdims=keepdims)
-    return ops.sum(away, axis=axes, keepdims=keepdims) / float(math.prod(_known(x, i) for i in axes) - ddof)
+    return ops.sum(away, axis=axes, keepdims=keepdims) / float(math.prod(known_dim(x, i) for i in axes) - ddof)
 
 
-@_function
+@function
 def std(x: Value, axis: int | Sequence[int] | None = None, keepdims: bool = False, ddof: int = 0) -> Value:
     """The square root of rlx.var."""
     return ops.sqrt(var(x, axis, keepdims, ddof))
 
 
-@_function
+@function
 def outer(x: Value, y: Operand) -> Value:
     """Every product of an element of x and one of y: [x.size, y.size]."""
-    x, y = _value(x), _value(y)
+    x, y = as_value(x), as_value(y)
     return ops.reshape(x, dims=(-1, 1)) * ops.reshape(y, dims=(1, -1))
 
 
-@_function
+@function
 def dot(x: Value, y: Operand) -> Value:
     """numpy's dot: a product by a number, or the sum over the last dim of x and the last but one of y."""
-    x, y = _value(x), _value(y)
+    x, y = as_value(x), as_value(y)
     if not x.rank or not y.rank:
         return x * y
     return tensordot(x, y, ([x.rank - 1], [max(0, y.rank - 2)]))
 
 
-@_function
+@function
 def tensordot(x: Value, y: Operand, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Value:
     """The sum of products over pairs of axes; over the last n of x and the first n of y: `axes=n`."""
-    x, y = _value(x), _value(y)
+    x, y = as_value(x), as_value(y)
     if isinstance(axes, int):
         axes = list(range(x.rank - axes, x.rank)), list(range(axes))
-    left, right = ([_axis(v, i) for i in of] for v, of in zip((x, y), axes))
+    left, right = ([own_axis(v, i) for i in of] for v, of in zip((x, y), axes))
     names = list(range(x.rank)), list(range(x.rank, x.rank + y.rank))
     for a, b in zip(left, right, strict=True):
         names[1][b] = names[0][a]
     return _contracted(x, names[0], y, names[1], [n for n in names[0] + names[1] if (n in names[0]) != (n in names[1])])
 
 
-@_function
+@function
 def einsum(subscripts: str, *operands: Operand) -> Value:
     """numpy's einsum: "bik,bkj->bij", "...i,i", without a repeated index in one operand. Each pair of operands is one matmul; the
     pair with the smallest result beside its operands comes first."""
-    values = [_value(x) for x in operands]
+    values = [as_value(x) for x in operands]
     inputs, output = _subscripts(subscripts, values)
     while len(values) > 1:
         a, b = _best_pair(inputs, values)
@@ -415,7 +383,7 @@ def _where(*operands: Operand) -> Value:
 
 
 def _take(x: Value, indices: object, axis: int | None = None) -> Value:
-    return ops.reshape(x, dims=-1)[indices] if axis is None else x[(slice(None),) * _axis(x, axis) + (indices,)]
+    return ops.reshape(x, dims=-1)[indices] if axis is None else x[(slice(None),) * own_axis(x, axis) + (indices,)]
 
 
 FUNCTIONS |= {
@@ -432,5 +400,5 @@ FUNCTIONS |= {
 __all__ = [
     "arange", "dot", "einsum", "expand_dims", "eye", "flip", "full", "full_like", "isfinite", "isinf", "linspace", "log10",
     "log2", "logaddexp", "moveaxis", "ones", "ones_like", "outer", "repeat", "roll", "square", "stack", "std", "swapaxes",
-    "tan", "tensordot", "tile", "tril", "triu", "var", "zeros", "zeros_like",
+    "tensordot", "tile", "tril", "triu", "var", "zeros", "zeros_like",
 ]  # fmt: skip

@@ -1,0 +1,10 @@
+"""Functions made of ops: the graph holds the ops. Those whose first argument is `x` are methods of values, too."""
+
+from rlx.ir.functions import activations as activations
+from rlx.ir.functions import arrays as arrays
+from rlx.ir.functions.activations import *  # noqa: F403
+from rlx.ir.functions.arrays import *  # noqa: F403
+
+__all__ = []
+__all__ += activations.__all__
+__all__ += arrays.__all__

@@ -1,0 +1,58 @@
+"""A function made of ops: its declaration, and helpers that all of them use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
+from rlx.errors import AttributeValueError, GraphError
+from rlx.ir.methods import FUNCTIONS, attach
+from rlx.ir.node import Operand, Value, constant
+from rlx.ir.shape import Dim
+
+Dims = int | str | Dim | Sequence[int | str | Dim]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def function(f: F) -> F:
+    """Makes `f` known by its name; one whose first argument is `x` is a method of values, too."""
+    FUNCTIONS[f.__name__] = f
+    code = getattr(f, "__wrapped__", f).__code__
+    if code.co_argcount and code.co_varnames[0] == "x":
+        attach(Value, f.__name__, f)
+    return f
+
+
+def widened(f: F) -> F:
+    """`f` computed in f32 where its first operand is a 16-bit or 8-bit float, and rounded once at the end."""
+
+    @wraps(f)
+    def run(x: Operand, *operands: Any, **attributes: Any) -> Any:
+        x = as_value(x)
+        if x.dtype == x.dtype.compute:
+            return f(x, *operands, **attributes)
+        wide = lambda o: o.astype(o.dtype.compute) if isinstance(o, Value) and o.dtype.is_float else o  # noqa: E731
+        made = f(wide(x), *map(wide, operands), **{name: wide(o) for name, o in attributes.items()})
+        return made.astype(x.dtype)
+
+    return run  # type: ignore[return-value]
+
+
+def as_value(x: Operand) -> Value:
+    return x if isinstance(x, Value) else constant(x)
+
+
+def own_axis(x: Value, axis: int, more: int = 0) -> int:
+    """The axis as a non-negative number; with `more` new dims in x."""
+    rank = x.rank + more
+    if not -rank <= axis < rank:
+        raise AttributeValueError(f"axis {axis} of {x!r}, which has {rank} dims" + (" with the new one" if more else ""))
+    return axis % rank
+
+
+def known_dim(x: Value, axis: int) -> int:
+    dim = x.dims[axis]
+    if not isinstance(dim, int):
+        raise GraphError(f"dim {dim} of {x!r} must be known")
+    return dim
