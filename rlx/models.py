@@ -1,8 +1,9 @@
 """Ready-to-use models: `load(folder).embed(texts)`, `load(folder_or_gguf).generate(prompt)`; the same for artifacts."""
 
 from rlx.errors import (  # isort: skip
-    BindingError, CorruptFileError, DownloadError, GraphError, IndexRangeError, InputDTypeError, InputShapeError, ModelError,
-    NumericsError, OptionError, RlxError, Unsupported,
+    BindingError, CorruptFileError, DeviceError, DownloadError, DTypeError, FormatError, GraphError, IndexRangeError,
+    InputDTypeError, InputShapeError, MissingInputError, ModelError, NumericsError, OptionError, RlxError, UnknownNameError,
+    Unsupported,
 )  # fmt: skip
 from rlx.frontends.beams import beam_search
 from rlx.frontends.chat import Chat
@@ -13,7 +14,8 @@ from rlx.frontends.load import load
 from rlx.frontends.sampling import Sampling
 
 __all__ = [
-    "BindingError", "Chat", "CorruptFileError", "DownloadError", "EmbeddingModel", "Generator", "GraphError", "IndexRangeError",
-    "InputDTypeError", "InputShapeError", "LanguageModel", "ModelError", "NumericsError", "OptionError", "RlxError", "Sampling",
-    "Unsupported", "beam_search", "default_folder", "load",
+    "BindingError", "Chat", "CorruptFileError", "DTypeError", "DeviceError", "DownloadError", "EmbeddingModel", "FormatError",
+    "Generator", "GraphError", "IndexRangeError", "InputDTypeError", "InputShapeError", "LanguageModel", "MissingInputError",
+    "ModelError", "NumericsError", "OptionError", "RlxError", "Sampling", "UnknownNameError", "Unsupported", "beam_search",
+    "default_folder", "load",
 ]  # fmt: skip

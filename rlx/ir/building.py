@@ -66,6 +66,7 @@ class Building:
         self.outputs: list[Value] = []
         self.output_names: list[str] = []
         self.assigns: list[tuple[Value, Value]] = []  # (handle, next value)
+        self.weights: dict[str, Any] = {}  # arrays of params that came with the graph: a compile sets them
         self.in_place: set[str] = set()  # handles whose assignment must not copy
         self.updates: list[Update] = []  # made by the compiler (rlx/compiler/state.py)
         self.extent: Extent | None = None  # made by the compiler (rlx/compiler/padding.py)
@@ -206,7 +207,7 @@ class Building:
         out.inputs, out.params, out.handles = list(self.inputs), list(self.params), list(self.handles)
         out.outputs, out.output_names = list(self.outputs), list(self.output_names)
         out.assigns, out.in_place = list(self.assigns), set(self.in_place)
-        out.updates, out.extent = list(self.updates), self.extent
+        out.updates, out.extent, out.weights = list(self.updates), self.extent, dict(self.weights)
         return out
 
 

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from rlx.frontends.onnx.importer import from_onnx
+from rlx.frontends.onnx.model import OnnxModel
 
-__all__ = ["from_onnx"]
+__all__ = ["OnnxModel", "from_onnx"]

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
+import onnx
 
-import rlx.ir.node as nodes
 from rlx.errors import RlxError
-from rlx.ir.dtype import DType, as_dtype
+from rlx.ir.dtype import DType
 from rlx.ir.node import Value
 from rlx.ir.shape import DimLike
 
@@ -34,8 +34,29 @@ class NotKnown(RlxError):
         self.value = value
 
 
+class Importing(Protocol):
+    """The facts about values that an import records."""
+
+    types: dict[Value, int]  # ONNX's element type of values that are kept in a wider dtype
+
+    def constant(self, array: np.ndarray) -> Value:
+        """A known array as a Value."""
+        ...
+
+    def count(self, value: Value) -> tuple[int, Value] | None:
+        """(axis, count) of a value whose size depends on data."""
+        ...
+
+    def bound(self, value: Value, axis: int, count: Value) -> None:
+        """Records these."""
+        ...
+
+
 class Scope(Protocol):
     """The graph that a node is in: `scope` of a Call."""
+
+    @property
+    def importer(self) -> Importing: ...
 
     def opset(self, domain: str) -> int:
         """The version of this domain that the model asks for."""
@@ -45,7 +66,7 @@ class Scope(Protocol):
         """The array of a constant or of an initialiser; None: known at run time only."""
         ...
 
-    def inner(self, proto: Any, operands: Sequence[Operand]) -> list[Any]:
+    def inner(self, proto: Any, operands: Sequence[Operand], where: str) -> list[Any]:
         """The outputs of a GraphProto of an attribute."""
         ...
 
@@ -67,6 +88,8 @@ class Call:
     ) -> None:  # fmt: skip
         self.scope, self.op, self.domain, self.opset = scope, op, domain, opset
         self.inputs, self.outputs, self.attrs, self.where = list(inputs), list(outputs), attrs, where
+        self.protos: dict[str, onnx.AttributeProto] | None = None  # the attributes as they are in the model
+        self.overload, self.counts = "", False
 
     # -- operands
 
@@ -77,7 +100,7 @@ class Call:
     def value(self, i: int) -> Value:
         """Operand i as a Value; an array becomes a constant."""
         found = self._operand(i)
-        return found if isinstance(found, Value) else nodes.constant(found)
+        return found if isinstance(found, Value) else self.scope.importer.constant(found)
 
     def values(self) -> list[Value]:
         """All operands as Values."""
@@ -121,7 +144,31 @@ class Call:
         return len(self.dims(i))
 
     def dtype(self, i: int) -> DType:
-        return as_dtype(self._operand(i).dtype)
+        """The dtype in which operand i is kept: i8 for int4, f32 for the 4-bit and 8-bit floats that rlx does not have."""
+        return self.value(i).dtype
+
+    def element_type(self, i: int) -> int:
+        """ONNX's element type of operand i (onnx.TensorProto.INT4)."""
+        found = self.value(i)
+        return self.scope.importer.types.get(found) or onnx.helper.np_dtype_to_tensor_dtype(found.dtype.numpy)
+
+    def typed(self, value: Value, code: int) -> Value:
+        """Says that `value` holds elements of ONNX's type `code`, in a wider dtype: for results that are int4 and the like."""
+        self.scope.importer.types[value] = code
+        return value
+
+    def count(self, i: int) -> tuple[int, Value] | None:
+        """(axis, i64 () count of the indices that are data) of operand i, if its size depends on data. A handler that asks
+        answers for its results itself; results of others follow from the ops that they are made of, or are refused."""
+        self.counts = True
+        found = self._operand(i)
+        return self.scope.importer.count(found) if isinstance(found, Value) else None
+
+    def bounded(self, value: Value, axis: int, count: Value) -> Value:
+        """Says that the first `count` (i64 ()) indices of `axis` of a result are data, and the rest is undefined: for results
+        whose size depends on data. Where such a value is an output of the model, it is cut."""
+        self.scope.importer.bound(value, axis, count)
+        return value
 
     def sequence(self, i: int) -> list[Any]:
         """Operand i, a sequence."""
@@ -174,7 +221,7 @@ class Call:
 
     def subgraph(self, name: str, operands: Sequence[Operand]) -> list[Operand]:
         """The outputs of the graph in attribute `name` on these operands; it sees the values of the graphs around it."""
-        return self.scope.inner(self.attr(name), operands)
+        return self.scope.inner(self.attr(name), operands, self.where)
 
     def body(self, name: str) -> Callable[..., list[Operand]]:
         """The graph in attribute `name` as a function of its inputs."""

@@ -1,28 +1,33 @@
 """From an ONNX model to a graph: walks the nodes and calls the handler of each operator.
 
-What is known at import is computed at import: a node whose operands are all known is evaluated by the references of the ops that
-its handler made. Nodes without a handler are replaced by the function body that the model, or ONNX's schema, has for them.
+Values that are known at import are computed at import: a node whose operands are all known is evaluated by the references of the
+ops that its handler made. Nodes without a handler are replaced by the function body that the model, or ONNX's schema, has.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
 
-from rlx.errors import GraphError, Unsupported
+from rlx.errors import GraphError, RlxError, Unsupported
+from rlx.frontends.onnx import functions
 from rlx.frontends.onnx.call import Call, NotKnown, Operand, Refused
+from rlx.frontends.onnx.proto import Source, attribute, numpy_type, stored
 from rlx.frontends.onnx.table import find
 from rlx.ir.dtype import as_dtype
 from rlx.ir.evaluate import evaluate_node
-from rlx.ir.graph import CONSTANT, Graph
-from rlx.ir.node import Value, constant, postorder
+from rlx.ir.graph import CONSTANT, PARAM, Graph
+from rlx.ir.node import Node, Value, constant
+from rlx.ir.shape import Shape
 
-FEW = 64  # initialisers of at most this many elements are known at import: constants; larger ones are params
+FEW = 64  # initialisers of integers of at most this many elements are known at import, and floats of one element
+FOLDED = 1 << 22  # bytes of a value that is computed at import; larger ones are computed by the compiled graph
+DEEP = 64  # graphs and function bodies inside each other
 
 
 class _Missing:
@@ -32,18 +37,34 @@ class _Missing:
 MISSING = _Missing()
 
 
-class GraphScope:
-    """The names of one graph, with those of the graphs around it."""
+class Skipped(RlxError):
+    """A graph inside a node has refused nodes, which are listed already."""
 
-    def __init__(self, importer: Importer, outer: GraphScope | None, opsets: Mapping[str, int]) -> None:
-        self.importer, self.outer, self.opsets = importer, outer, opsets
+
+class Bound(NamedTuple):
+    """A value of which the first `count` (i64 ()) indices of `axis` are data, and the rest is undefined."""
+
+    axis: int
+    count: Value
+
+
+class GraphScope:
+    """The names of one graph, with those of the graphs around it. `attrs`: the attributes of the function that it is the body
+    of. `place`: where it is, for messages."""
+
+    def __init__(
+        self, importer: Importer, outer: GraphScope | None, opsets: Mapping[str, int],
+        attrs: Mapping[str, onnx.AttributeProto] | None = None, place: str = "",
+    ) -> None:  # fmt: skip
+        self.importer, self.outer, self.opsets, self.place = importer, outer, opsets, place
+        self.attrs = attrs if attrs is not None else outer.attrs if outer else {}
         self.names: dict[str, Any] = {"": None}
 
     def __getitem__(self, name: str) -> Any:
         if name in self.names:
             return self.names[name]
         if self.outer is None:
-            raise GraphError(f"no node and no input makes {name!r}, which is read")
+            raise Refused(f"no node before it and no input makes {name!r}, which it reads")
         return self.outer[name]
 
     def opset(self, domain: str) -> int:
@@ -53,127 +74,319 @@ class GraphScope:
         """The array of a constant or of an initialiser; None: known at run time only."""
         return self.importer.contents(value)
 
-    def graph(self, proto: onnx.GraphProto, operands: Sequence[Operand] | None = None) -> list[Any]:
-        """The outputs of a graph."""
-        for tensor in proto.initializer:
-            self.names[tensor.name] = self.importer.initialiser(tensor)
+    def graph(self, proto: onnx.GraphProto | onnx.FunctionProto, operands: Sequence[Operand] | None = None) -> list[Any]:
+        """The outputs of a graph or of a function body."""
+        inputs, outputs = ([x if isinstance(x, str) else x.name for x in found] for found in (proto.input, proto.output))
+        if isinstance(proto, onnx.GraphProto):
+            for tensor in (*proto.initializer, *proto.sparse_initializer):
+                self.names[_name(tensor)] = self.importer.initialiser(tensor)
+        elif operands is not None:  # trailing operands of functions may be left out
+            operands = [*operands, *[None] * (len(inputs) - len(operands))]
         if operands is not None:
-            self.names.update(zip((i.name for i in proto.input), operands, strict=True))
+            if len(inputs) != len(operands):
+                raise Refused(f"{self.place}the graph has {len(inputs)} inputs, and {len(operands)} are given")
+            self.names.update(zip(inputs, operands))
         for at, node in enumerate(proto.node):
             self.node(node, at)
-        return [self[o.name] for o in proto.output]
+        return [self[name] for name in outputs]
 
-    def inner(self, proto: onnx.GraphProto, operands: Sequence[Operand]) -> list[Any]:
-        return GraphScope(self.importer, self, self.opsets).graph(proto, operands)
+    def inner(self, proto: Any, operands: Sequence[Operand], where: str, function: functions.Body | None = None) -> list[Any]:
+        """The outputs of a graph in an attribute of a node, or of the function body that stands for the node."""
+        self.importer.depth += 1
+        try:
+            if self.importer.depth > DEEP:
+                raise Refused(f"{where}: more than {DEEP} graphs and functions are inside each other")
+            if function is None:
+                made = GraphScope(self.importer, self, self.opsets, place=f"{where}, ").graph(proto, operands)
+            else:
+                scope = GraphScope(self.importer, None, function.opsets, function.attrs, f"{where}, in its function body, ")
+                made = scope.graph(proto, operands)
+        finally:
+            self.importer.depth -= 1
+        if any(x is MISSING for x in made):
+            raise Skipped("its graph has refused nodes")
+        return made
 
     def node(self, node: onnx.NodeProto, at: int) -> None:
-        inputs = [self[name] for name in node.input]
-        where = f"node {at} {node.op_type}" + (f" {node.name!r}" if node.name else "")
-        if any(x is MISSING for x in inputs):
-            results: Sequence[Any] = [MISSING] * len(node.output)
-        else:
-            try:
-                attrs = {a.name: _attribute(a) for a in node.attribute}
+        where = f"{self.place}node {at} {node.op_type}" + (f" {node.name!r}" if node.name else "")
+        results: Sequence[Any] = [MISSING] * len(node.output)
+        try:
+            inputs = [self[name] for name in node.input]
+            if not any(x is MISSING for x in inputs):
+                protos = {a.name: found for a in node.attribute if (found := self.resolved(a)) is not None}
                 domain = "" if node.domain == "ai.onnx" else node.domain
-                results = self.apply(node.op_type, domain, self.opset(domain), inputs, list(node.output), attrs, where)
-            except (Refused, GraphError, Unsupported) as e:
-                self.importer.refusals.append(str(e) if isinstance(e, Refused) else f"{where}: {e}")
-                results = [MISSING] * len(node.output)
-        for name, x in zip(node.output, results, strict=True):
+                call = Call(self, node.op_type, domain, self.opset(domain), inputs, list(node.output), {}, where)
+                call.overload, call.protos = node.overload, protos
+                call.attrs = {name: attribute(a) for name, a in protos.items()}
+                results = self.applied(call)
+        except Skipped:
+            pass
+        except NotKnown as e:
+            self.importer.not_known(e)
+        except Unsupported as e:
+            self.importer.refusals.append(f"{where}: {e}")
+        except RlxError as e:
+            self.importer.refusals.append(str(e) if isinstance(e, Refused) and str(e).startswith(where) else f"{where}: {e}")
+        for name, x in zip(node.output, results):
             if name:
                 self.names[name] = x
+
+    def resolved(self, a: onnx.AttributeProto) -> onnx.AttributeProto | None:
+        """An attribute, or that of the function that it refers to; None: the function is called without it."""
+        if not a.ref_attr_name:
+            return a
+        if a.ref_attr_name not in self.attrs:
+            return None
+        found = onnx.AttributeProto()
+        found.CopyFrom(self.attrs[a.ref_attr_name])
+        found.name = a.name
+        return found
 
     def apply(
         self, op: str, domain: str, opset: int, inputs: Sequence[Operand], outputs: Sequence[str],
         attrs: dict[str, Any], where: str,
     ) -> list[Any]:  # fmt: skip
         """The results of one operator, as many as `outputs`."""
-        call = Call(self, op, domain, opset, inputs, outputs, attrs, where)
-        handle = find(domain, op, opset)
+        return self.applied(Call(self, op, domain, opset, inputs, outputs, attrs, where))
+
+    def applied(self, call: Call) -> list[Any]:
+        function = functions.of_model(self.importer.source.model, call)
+        handle = find(call.domain, call.op, call.opset) if function is None else None
         if handle is None:
-            raise Refused(f"{where}: no handler")  # function bodies
-        made = handle(call)
+            function = function or functions.of_schema(call)
+            if function is None:
+                raise Refused(f"{call.where}: {functions.why_unknown(call)}")
+            made: Any = tuple(self.inner(function.proto, call.inputs, call.where, function))
+        else:
+            made = handle(call)
         results = list(made) if isinstance(made, tuple) else [made]
-        results += [None] * (len(outputs) - len(results))
-        return [self.importer.folded(x) for x in results[: len(outputs)]]
-
-
-def _attribute(proto: onnx.AttributeProto) -> Any:
-    found = onnx.helper.get_attribute_value(proto)
-    if isinstance(found, bytes):
-        return found.decode("utf-8", "replace")
-    if isinstance(found, onnx.TensorProto):
-        return numpy_helper.to_array(found)
-    if isinstance(found, Iterable) and not isinstance(found, str) and not isinstance(found, onnx.GraphProto):
-        return tuple(x.decode("utf-8", "replace") if isinstance(x, bytes) else x for x in found)
-    return found
+        results += [None] * (len(call.outputs) - len(results))
+        results = [self.importer.folded(x) for x in results[: len(call.outputs)]]
+        if handle is not None:
+            self.importer.follow(call, results)
+        return results
 
 
 class Importer:
-    """One import: sizes of named dims, contents of inputs that must be known, and the graph."""
+    """One import. `dims`: sizes of named dims. `given`: facts about inputs: a Shape, the contents (an array) if these must be
+    known, a list of them for a sequence, None for an optional that is absent."""
 
-    def __init__(self, model: onnx.ModelProto, dims: Mapping[str, int], values: Mapping[str, np.ndarray]) -> None:
-        self.model, self.dims, self.known = model, dims, values
-        self.graph = Graph(model.graph.name or "onnx")
-        self.weights: dict[str, np.ndarray] = {}
+    def __init__(self, source: Source, dims: Mapping[str, int], given: Mapping[str, Any]) -> None:
+        self.source, self.dims, self.given = source, dims, given
+        self.graph = Graph(source.model.graph.name or "onnx")
         self.refusals: list[str] = []
+        self.wanted: dict[str, str] = {}  # input whose contents must be known -> why
+        self.bounds: dict[Value, Bound] = {}
+        self.types: dict[Value, int] = {}  # ONNX's element type of values that are stored in a wider one
+        self.outputs: list[Any] = []  # a Value, an array, a list of them, or None, for each output
+        self.depth = 0
+        self._live: set[Value] = set()  # values that are known to depend on a leaf that is no constant
+        self._constants: dict[int, tuple[np.ndarray, Value]] = {}
+        self._params: set[str] = set()
 
     def run(self) -> Graph:
-        proto = self.model.graph
-        scope = GraphScope(self, None, {"" if o.domain == "ai.onnx" else o.domain: o.version for o in self.model.opset_import})
-        own = {t.name for t in proto.initializer}
-        for info in proto.input:
-            if info.name not in own:
-                scope.names[info.name] = self.known[info.name] if info.name in self.known else self.input(info)
-        outputs = scope.graph(proto)
-        if self.refusals:
-            raise Unsupported(f"{len(self.refusals)} nodes are refused: " + "; ".join(self.refusals))
-        self.graph.set_outputs([constant(x) if isinstance(x, np.ndarray) else x for x in outputs], [o.name for o in proto.output])
+        """The graph. NotKnown and Unsupported are not raised: see `wanted` and `refusals`."""
+        proto = self.source.model.graph
+        scope = GraphScope(self, None, functions.opsets(self.source.model))
+        try:
+            for info in self.source.inputs:
+                scope.names[info.name] = self.input(info.name, info.type, self.given.get(info.name, Ellipsis))
+            self.outputs = scope.graph(proto)
+        except (Refused, GraphError) as e:
+            self.refusals.append(str(e))
+        if self.refusals or self.wanted:
+            return self.graph
+        names, values = [], []
+        for info, x in zip(proto.output, self.outputs):
+            for name, value in flat(info.name, x):
+                names.append(name)
+                values.append(value if isinstance(value, Value) else self.constant(value))
+        counts = {b.count: f"{name}.count" for name, v in zip(names, values) if (b := self.bounds.get(v))}
+        self.graph.set_outputs([*values, *counts], [*names, *counts.values()])
+        used = {v for n in self.graph.nodes() for v in n.inputs} | set(values)
+        self.graph.params = [p for p in self.graph.params if p in used]
+        kept = {p.name for p in self.graph.params}
+        self.graph.weights = {name: array for name, array in self.graph.weights.items() if name in kept}
         return self.graph
 
-    def input(self, info: onnx.ValueInfoProto) -> Value:
-        tensor = info.type.tensor_type
-        dims = [d.dim_value if d.HasField("dim_value") else self.dims.get(d.dim_param, d.dim_param) for d in tensor.shape.dim]
-        return self.graph.input(info.name, tuple(dims), as_dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)))
+    # -- leaves
 
-    def initialiser(self, tensor: onnx.TensorProto) -> Operand:
-        array = numpy_helper.to_array(tensor)
-        if array.size <= FEW:
+    def input(self, name: str, kind: onnx.TypeProto, given: Any) -> Operand:
+        if kind.HasField("optional_type"):
+            if given is None:
+                return None
+            kind = kind.optional_type.elem_type
+        if kind.HasField("sequence_type"):
+            if not isinstance(given, (list, tuple)):
+                raise Refused(f"input {name!r} is a sequence: its length must be known when the model is imported")
+            return [self.input(f"{name}.{i}", kind.sequence_type.elem_type, x) for i, x in enumerate(given)]
+        if not kind.HasField("tensor_type"):
+            raise Refused(f"input {name!r} is no tensor, sequence or optional: maps and sparse tensors are not supported")
+        if isinstance(given, np.ndarray):
+            return given
+        code = kind.tensor_type.elem_type
+        dtype = as_dtype(stored(numpy_type(code, f"input {name!r}")))
+        if given is Ellipsis:
+            if not kind.tensor_type.HasField("shape"):
+                raise Refused(f"input {name!r} has no declared rank: give its dims when the model is imported")
+            given = [_dim(d, self.dims, f"{name}_{axis}") for axis, d in enumerate(kind.tensor_type.shape.dim)]
+        value = self.graph.input(name, tuple(given), dtype)
+        if dtype != as_dtype_or_none(code):
+            self.types[value] = code
+        return value
+
+    def initialiser(self, tensor: onnx.TensorProto | onnx.SparseTensorProto) -> Operand:
+        array = self.source.array(tensor)
+        if array.size <= (FEW if array.dtype.kind in "iub" else 1):
             return array
-        self.weights[tensor.name] = array
-        return self.graph.param(tensor.name, array.shape, as_dtype(array.dtype))
+        name = base = _name(tensor) or "initialiser"
+        while name in self._params:  # of a graph inside a node
+            name = f"{base}.{len(self._params)}"
+        self._params.add(name)
+        kept = stored(array.dtype)
+        value = self.graph.param(name, array.shape, as_dtype(kept))
+        self.graph.weights[name] = array if kept == array.dtype else array.astype(kept)
+        if kept != array.dtype:
+            self.types[value] = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+        return value
+
+    def constant(self, array: np.ndarray) -> Value:
+        """A known array as a Value, the same for the same array."""
+        found = self._constants.get(id(array))
+        if found is None:
+            kept = stored(array.dtype)
+            value = constant(array if kept == array.dtype else array.astype(kept))
+            if kept != array.dtype:
+                self.types[value] = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+            found = self._constants[id(array)] = array, value
+        return found[1]
+
+    # -- what is known at import
 
     def contents(self, value: Value) -> np.ndarray | None:
-        if value.node.op is CONSTANT:
-            return evaluate_node(value.node, ())[0]
-        return self.weights.get(value.name or "") if value in set(self.graph.params) else None
+        """The contents of a value that depends on constants and initialisers alone; None: it depends on a run."""
+        return self.evaluated(value, params=True)
 
     def folded(self, x: Any) -> Any:
         """`x` as an array if it depends on constants alone."""
         if isinstance(x, list):
             return [self.folded(e) for e in x]
-        if not isinstance(x, Value) or any(v.node.op is not CONSTANT for v in leaves(x)):
+        if not isinstance(x, Value) or x in self.types:
             return x
+        found = self.evaluated(x)
+        if found is None:
+            self._live.add(x)
+        return x if found is None else found
+
+    def evaluated(self, x: Value, params: bool = False) -> np.ndarray | None:
+        """The contents of a value, by references. None: it depends on a leaf that is not known, or is too large."""
         found: dict[Value, np.ndarray] = {}
-        for node in postorder([x], ())[0]:
-            found.update(zip(node.results, evaluate_node(node, tuple(found[v] for v in node.inputs)), strict=True))
+        todo = [x]
+        while todo:
+            value = todo[-1]
+            node = value.node
+            if value in found:
+                todo.pop()
+            elif node.op is PARAM and params:
+                found[value] = self.graph.weights[node.name or ""]
+            elif not _foldable(node) or (value in self._live and not params):
+                return None
+            elif missing := [v for v in node.inputs if v not in found]:
+                todo += missing
+            else:
+                with np.errstate(all="ignore"):
+                    found.update(zip(node.results, evaluate_node(node, tuple(found[v] for v in node.inputs))))
         return found[x]
+
+    def not_known(self, e: NotKnown) -> None:
+        """Records the inputs that a handler needs the contents of."""
+        names = {v.name or "" for v in leaves(e.value) if v.node.op is not CONSTANT}
+        own = {v.name for v in self.graph.inputs}
+        if not names or not names <= own:
+            self.refusals.append(f"{e}, and these depend on state or on a value inside a loop")
+        for name in names & own:  # type: ignore[operator]
+            self.wanted.setdefault(name, str(e))
+
+    # -- values with a count
+
+    def count(self, value: Value) -> tuple[int, Value] | None:
+        return self.bounds.get(value)
+
+    def bound(self, value: Value, axis: int, count: Value) -> None:
+        self.bounds[value] = Bound(axis, count)
+
+    def follow(self, call: Call, results: list[Any]) -> None:
+        """Refuses nodes whose operands have a size that depends on data, unless their handler asked for the count."""
+        if not call.counts and (found := [i for i, x in enumerate(call.inputs) if isinstance(x, Value) and x in self.bounds]):
+            call.refuse(f"the size of operand {found[0]} depends on data")
+
+
+def _foldable(node: Node) -> bool:
+    return node.op is CONSTANT or (node.op.ahead and all(s.is_static and s.size_bytes <= FOLDED for s in node.shapes))
+
+
+def flat(name: str, x: Any) -> Iterable[tuple[str, Any]]:
+    """The tensors in an operand, with names."""
+    if isinstance(x, list):
+        for i, e in enumerate(x):
+            yield from flat(f"{name}.{i}", e)
+    elif x is not None:
+        yield name, x
 
 
 def leaves(x: Value) -> list[Value]:
     """The leaves that a value is computed from."""
-    return [n.results[0] for n in postorder([x], ())[0] if not n.inputs]
+    seen, todo = {x}, [x]
+    for value in todo:
+        fresh = [v for v in value.node.inputs if v not in seen]
+        seen.update(fresh)
+        todo += fresh
+    return [v for v in todo if not v.node.inputs]
+
+
+def as_dtype_or_none(code: int) -> Any:
+    """The dtype of an element type, None if rlx stores it in a wider one."""
+    kind = onnx.helper.tensor_dtype_to_np_dtype(code)
+    return as_dtype(kind) if stored(kind) == kind else None
+
+
+def _name(tensor: onnx.TensorProto | onnx.SparseTensorProto) -> str:
+    return tensor.values.name if isinstance(tensor, onnx.SparseTensorProto) else tensor.name
+
+
+def _dim(d: onnx.TensorShapeProto.Dimension, sizes: Mapping[str, int], name: str) -> int | str:
+    """The size of a dim, or its name as an identifier."""
+    if d.HasField("dim_value"):
+        return d.dim_value
+    return sizes.get(d.dim_param, sizes.get(identifier(d.dim_param or name), identifier(d.dim_param or name)))
+
+
+def identifier(name: str) -> str:
+    """The name of a dim in a graph: `batch size` is batch_size."""
+    made = re.sub(r"\W", "_", name)
+    return made if re.match(r"[A-Za-z_]", made) else f"_{made}"
 
 
 def from_onnx(
-    model: onnx.ModelProto | str | PathLike[str], dims: Mapping[str, int] | None = None, values: Mapping[str, Any] | None = None
-) -> Graph:
-    """The graph of an ONNX model. `dims`: sizes of its named dims. `values`: contents of inputs that must be known at import.
+    model: onnx.ModelProto | bytes | str | PathLike[str], dims: Mapping[str, int] | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> Graph:  # fmt: skip
+    """The graph of an ONNX model: a path, the bytes of a file, or a ModelProto. `dims`: sizes of its named dims; others stay
+    names. `values`: contents of inputs that must be known at import, Shapes of inputs without declared dims, lists for sequences.
+    The graph's `weights` are set when it is compiled.
 
-    Unsupported: lists every node that is refused."""
-    proto = model if isinstance(model, onnx.ModelProto) else onnx.load(model)
-    try:
-        return Importer(proto, dims or {}, {k: np.asarray(v) for k, v in (values or {}).items()}).run()
-    except NotKnown as e:
-        names = sorted(v.name or "" for v in leaves(e.value) if v.node.op is not CONSTANT)
-        raise Unsupported(f"{e}, and it depends on {', '.join(names)}: give values={{...}}") from None
+    ModelError: the file is damaged. Unsupported: lists every node that is refused."""
+    source = model if isinstance(model, Source) else Source(model)
+    given = {k: v if isinstance(v, (Shape, list, type(None))) else np.asarray(v) for k, v in (values or {}).items()}
+    importer = Importer(source, dims or {}, given)
+    graph = importer.run()
+    check(importer)
+    return graph
+
+
+def check(importer: Importer) -> None:
+    """Unsupported: the import was refused."""
+    found = [f"{why}, and they depend on input {name!r}: give values={{{name!r}: …}}" for name, why in importer.wanted.items()]
+    if refusals := list(dict.fromkeys(importer.refusals + found)):
+        title = "a node is refused" if len(refusals) == 1 else f"{len(refusals)} nodes are refused"
+        raise Unsupported(f"{importer.source.name}: {title}: " + "; ".join(refusals))
