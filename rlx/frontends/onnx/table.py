@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 Handler = Callable[..., Any]  # (Call) -> results
-_FILES = ("elementwise",)  # of rlx/frontends/onnx/ops
+_FILES = ("activation", "attention", "contract", "elementwise", "index", "norm", "reduce", "shape")  # of rlx/frontends/onnx/ops
 _TABLE: dict[tuple[str, str], dict[int, Handler]] = {}
 
 

@@ -1,0 +1,88 @@
+"""Products of matrices and tensors, and determinants."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlx.frontends.onnx.call import Call
+from rlx.frontends.onnx.table import handler
+from rlx.ir import functions, ops
+from rlx.ir.node import Value, constant
+
+_UNROLLED = 64  # rows of a matrix whose determinant is unrolled
+
+
+@handler("MatMul")
+def matmul(n: Call) -> Value:
+    """numpy's matmul: an operand of one dim is a row or a column, whose dim the result lacks."""
+    return product(n.value(0), n.value(1))
+
+
+def product(x: Value, y: Value) -> Value:
+    row, column = x.rank == 1, y.rank == 1
+    out = ops.matmul(ops.unsqueeze(x, axes=(0,)) if row else x, ops.unsqueeze(y, axes=(1,)) if column else y)
+    gone = ((-2,) if row else ()) + ((-1,) if column else ())
+    return ops.squeeze(out, axes=gone) if gone else out
+
+
+@handler("Gemm", since=7)
+def gemm(n: Call) -> Value:
+    x, y = (v.T if n.attr(name, 0) else v for v, name in ((n.value(0), "transA"), (n.value(1), "transB")))
+    out = _scaled(ops.matmul(x, y), n.attr("alpha", 1.0))
+    return out + _scaled(n.value(2), n.attr("beta", 1.0)) if n.has(2) else out
+
+
+def _scaled(x: Value, factor: float) -> Value:
+    """Integers are scaled in f64, and rounded towards zero."""
+    if factor == 1:
+        return x
+    return x * factor if x.dtype.is_float else (x.astype("f64") * factor).astype(x.dtype)
+
+
+@handler("Einsum")
+def einsum(n: Call) -> Value:
+    """A letter that an operand has twice takes the diagonal."""
+    terms, arrow, result = n.attr("equation").replace(" ", "").partition("->")
+    given = [_diagonal(v, term) for v, term in zip(n.values(), terms.split(","), strict=True)]
+    if not arrow:  # letters that occur once, in alphabetical order; the diagonal's would count as one
+        letters = terms.replace(",", "").replace(".", "")
+        result = ("..." if "..." in terms else "") + "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
+    return functions.einsum(",".join(term for _, term in given) + "->" + result, *(v for v, _ in given))
+
+
+def _diagonal(x: Value, term: str) -> tuple[Value, str]:
+    """x and its letters, without letters that occur twice."""
+    for letter in dict.fromkeys(term.replace(".", "")):
+        while term.count(letter) > 1:
+            before, _, after = term.partition("...")
+            spread = [*before, *([""] * (x.rank - len(before) - len(after)) if "..." in term else ()), *after]
+            first, second = [i for i, name in enumerate(spread) if name == letter][:2]
+            size = x.shape.static[first]
+            x = functions.moveaxis(x, (first, second), (-2, -1))
+            x = x.reshape((*x.dims[:-2], size * size))[..., :: size + 1]  # the diagonal of the rows and columns
+            x = functions.moveaxis(x, -1, first)
+            at = [i for i, name in enumerate(term) if name == letter][1]
+            term = term[:at] + term[at + 1 :]
+    return x, term
+
+
+@handler("Det")
+def determinant(n: Call) -> Value:
+    """By elimination: each step takes the row with the greatest element of a column as the pivot, and clears it from all rows,
+    so that used rows are zeros. The sign is that of the order of the pivots."""
+    x, (rows, columns) = n.value(0), n.sizes(0)[-2:]
+    if rows != columns or rows > _UNROLLED:
+        n.refuse(f"the determinant of {rows} × {columns} is not supported: square matrices of at most {_UNROLLED} rows are")
+    place = constant(np.arange(rows)[:, None])
+    unused, out = constant(np.ones((rows, 1), x.dtype.numpy)), constant(1, x.dtype)
+    for column in range(columns):
+        own = x[..., column : column + 1]
+        at = ops.argmax(ops.where(ops.less(0, unused), ops.abs(own), -1.0), axis=-2, keepdims=True)
+        chosen = ops.equal(place, at).astype(x.dtype)
+        pivot_row = ops.sum(x * chosen, axis=-2, keepdims=True)
+        pivot = pivot_row[..., column : column + 1]
+        skipped = ops.sum(unused * ops.less(place, at).astype(x.dtype), axis=-2, keepdims=True)
+        out = out * pivot * (1.0 - 2.0 * ops.rem(skipped, 2.0))
+        x = x - own / ops.where(ops.equal(pivot, 0), 1.0, pivot) * pivot_row
+        unused = unused * (1.0 - chosen)
+    return ops.squeeze(out, axes=(-2, -1)) if rows else ops.broadcast_to(out, dims=n.dims(0)[:-2])

@@ -1,0 +1,140 @@
+"""Normalisations, dropout, and losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rlx.frontends.onnx.call import Call
+from rlx.frontends.onnx.ops.elementwise import dtype_of
+from rlx.frontends.onnx.ops.shape import known_dim
+from rlx.frontends.onnx.table import handler
+from rlx.ir import ops
+from rlx.ir.dtype import i64
+from rlx.ir.node import Value, constant
+
+
+def _per_channel(v: Value, x: Value) -> Value:
+    """A value per channel (or per element of a sample, as opsets below 9 have it) with dims that broadcast to x."""
+    return v.reshape((*v.dims, *(1,) * (x.rank - 1 - v.rank)))
+
+
+@handler("BatchNormalization", since=7)
+def batch_normalization(n: Call) -> Any:
+    """In training mode, from opset 14 on, by the batch's own mean and variance, with the running ones as results."""
+    x, scale, bias, mean, variance = n.values()
+    momentum, own = n.attr("momentum", 0.9), ()
+    if n.opset < 14 and any(n.wants(i) for i in range(1, 5)):
+        n.refuse(f"training in opset {n.opset} is not supported: from opset 14 on the attribute training_mode says what is meant")
+    if n.attr("training_mode", 0):
+        axes = tuple(i for i in range(x.rank) if i != 1)
+        wide = x.astype(mean.dtype)
+        found = ops.mean(wide, axis=axes), ops.variance(wide, axis=axes)
+        own = tuple(old * momentum + new * (1 - momentum) for old, new in zip((mean, variance), found))
+        mean, variance = found
+    factor = scale.astype(variance.dtype) * ops.rsqrt(variance + n.attr("epsilon", 1e-5))
+    centred = x.astype(variance.dtype) - _per_channel(mean, x)
+    out = centred * _per_channel(factor, x) + _per_channel(bias.astype(variance.dtype), x)
+    return out.astype(x.dtype), *own
+
+
+@handler("LayerNormalization", since=17)
+def layer_normalization(n: Call) -> Any:
+    """Computed in f32 at least, whatever `stash_type` says, which is the dtype of the mean and the inverse deviation."""
+    x, axis, eps = n.value(0), n.axis(-1), n.attr("epsilon", 1e-5)
+    out = _normed(ops.layer_norm, x, [n.value(i) for i in (1, 2) if n.has(i)], axis=axis, eps=eps)
+    if not n.wants(1) and not n.wants(2):
+        return out
+    axes, wide = tuple(range(axis, x.rank)), x.astype(dtype_of(n, n.attr("stash_type", 1)))
+    spread = ops.variance(wide, axis=axes, keepdims=True)
+    return out, ops.mean(wide, axis=axes, keepdims=True), ops.rsqrt(spread + eps)
+
+
+@handler("RMSNormalization", since=23)
+def rms_normalization(n: Call) -> Value:
+    return _normed(ops.rms_norm, n.value(0), [n.value(1)], axis=n.axis(-1), eps=n.attr("epsilon", 1e-5))
+
+
+def _normed(norm: Callable[..., Value], x: Value, affine: list[Value], axis: int, eps: float) -> Value:
+    """The norm with scale and bias, which may have another dtype, and dims that only broadcast."""
+    if all(v.dims == x.dims[axis:] and v.dtype == x.dtype for v in affine):
+        return norm(x, *affine, axis=axis, eps=eps)
+    out = norm(x.astype(x.dtype.compute), axis=axis, eps=eps)
+    for v, join in zip(affine, (ops.mul, ops.add)):
+        out = join(out, v.astype(out.dtype))
+    return out.astype(affine[0].dtype)
+
+
+@handler("InstanceNormalization", since=6)
+def instance_normalization(n: Call) -> Value:
+    x, scale, bias = n.values()
+    return ops.group_norm(x, scale, bias, groups=known_dim(n, 0, 1), eps=n.attr("epsilon", 1e-5))
+
+
+@handler("GroupNormalization", since=18)
+def group_normalization(n: Call) -> Value:
+    """Scale and bias are per group before opset 21."""
+    x, scale, bias = n.values()
+    groups, channels = n.attr("num_groups"), known_dim(n, 0, 1)
+    if n.opset < 21:
+        each = np.repeat(np.arange(groups), channels // groups)
+        scale, bias = ops.gather(scale, each), ops.gather(bias, each)
+    return ops.group_norm(x, scale, bias, groups=groups, eps=n.attr("epsilon", 1e-5))
+
+
+@handler("LpNormalization")
+def lp_normalization(n: Call) -> Value:
+    """Lines of norm 0 give zeros."""
+    x, axis = n.value(0), n.axis(-1)
+    square = n.attr("p", 2) == 2
+    size = ops.sum(x * x if square else ops.abs(x), axis=axis, keepdims=True)
+    size = ops.sqrt(size) if square else size
+    return ops.where(ops.equal(size, 0), constant(0, x.dtype), x / size)
+
+
+@handler("MeanVarianceNormalization", since=9)
+def mean_variance_normalization(n: Call) -> Value:
+    x, axes = n.value(0), n.attr("axes", (0, 2, 3))
+    centred = x - ops.mean(x, axis=axes, keepdims=True)
+    return centred / (ops.sqrt(ops.variance(x, axis=axes, keepdims=True)) + 1e-9)
+
+
+@handler("LRN")
+def local_response(n: Call) -> Value:
+    """x divided by a power of the sum of squares over neighbouring channels."""
+    x, size, channels = n.value(0), n.attr("size"), known_dim(n, 0, 1)
+    low, high = (tuple(amount if i == 1 else 0 for i in range(x.rank)) for amount in ((size - 1) // 2, size // 2))
+    squares = ops.pad(x * x, low=low, high=high)
+    total: Any = sum((squares[:, i : i + channels] for i in range(1, size)), squares[:, :channels])
+    return x / ops.pow(total * (n.attr("alpha", 1e-4) / size) + n.attr("bias", 1.0), constant(n.attr("beta", 0.75), x.dtype))
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+@handler("NegativeLogLikelihoodLoss")
+def likelihood_loss(n: Call) -> Value:
+    return _loss(n, n.value(0))
+
+
+@handler("SoftmaxCrossEntropyLoss")
+def cross_entropy(n: Call) -> tuple[Value, Value]:
+    logs = ops.log_softmax(n.value(0), axis=1)
+    return _loss(n, logs), logs
+
+
+def _loss(n: Call, logs: Value) -> Value:
+    """Minus the log-likelihood of each label, times the weight of its class; labels that are `ignore_index` count nothing."""
+    labels, ignored = ops.unsqueeze(n.value(1).astype(i64), axes=(1,)), n.attr("ignore_index", None)
+    hot = ops.equal(ops.iota(dims=(1, known_dim(n, 0, 1), *(1,) * (logs.rank - 2)), axis=1), labels)
+    if ignored is not None:
+        hot = ops.logical_and(hot, ops.not_equal(labels, ignored))
+    weight = _per_channel(n.value(2), logs) if n.has(2) else constant(1, logs.dtype)
+    weights = ops.where(hot, weight, constant(0, logs.dtype))
+    losses = -ops.sum(ops.where(hot, logs * weight, constant(0, logs.dtype)), axis=1)
+    how = n.attr("reduction", "mean")
+    if how == "none":
+        return losses
+    return ops.sum(losses) / ops.sum(weights) if how == "mean" else ops.sum(losses)
