@@ -439,6 +439,9 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "clip": torch_(lambda a, x: torch.clamp(x, a.low, a.high)), "log1p": plain(torch.log1p), "expm1": plain(torch.expm1),
     **{n: plain(getattr(torch, n)) for n in "tan asin acos atan sinh cosh asinh acosh atanh".split()}, "bitcast": same_bits,
     "layer_norm": normalised(F.layer_norm), "rms_norm": normalised(F.rms_norm),
+    "batch_norm": torch_(
+        lambda a, x, *p: torch.movedim(F.batch_norm(torch.movedim(x, a.axis, 1), p[2], p[3], p[0], p[1], eps=a.eps), 1, a.axis)
+    ),
     "group_norm": torch_(lambda a, x, *affine: F.group_norm(x, a.groups, *affine, eps=a.eps)),
     "attention": attention, "attention_parts": attention_parts,
     "rope": rope, "dequantize": dequantize, "pack_quant": plain(torch.clone), "dequant_matmul": dequant_matmul,

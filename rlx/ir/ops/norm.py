@@ -36,6 +36,11 @@ class GroupNormAttrs(Attrs):
     eps: float = 1e-5
 
 
+class BatchNormAttrs(Attrs):
+    axis: int = 1  # of the channels
+    eps: float = 1e-5
+
+
 def _norm_shape(attrs: LayerNormAttrs, x: Shape, *affine: Shape) -> Shape:
     same_dtype(x, *affine)
     dims = x.dims[axis_of(attrs.axis, x.rank) :]
@@ -130,4 +135,35 @@ group_norm = op(
     ),
     doc="Group normalisation of x [batch, channels, …] over each group of channels and all later dims; scale and bias are per "
     "channel.",
+)  # fmt: skip
+
+
+def _batch_norm_shape(attrs: BatchNormAttrs, x: Shape, *params: Shape) -> Shape:
+    same_dtype(x, *params)
+    axis = axis_of(attrs.axis, x.rank)
+    for s in params:
+        if s.dims != x.dims[axis : axis + 1]:
+            raise ShapeError(f"scale, bias, mean and variance must be [{x.dims[axis]}], got {s}")
+    return x
+
+
+def _batch_norm(attrs: BatchNormAttrs, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Value:
+    dims = (-1, *(1 for _ in x.dims[axis_of(attrs.axis, x.rank) + 1 :]))
+    return (x - mean.reshape(dims)) * (scale * rsqrt(variance + attrs.eps)).reshape(dims) + bias.reshape(dims)
+
+
+def _batch_norm_array(attrs: BatchNormAttrs, x: np.ndarray, *params: np.ndarray) -> np.ndarray:
+    dims = (-1, *(1 for _ in x.shape[axis_of(attrs.axis, x.ndim) + 1 :]))
+    scale, bias, mean, variance = (v.astype(np.float64).reshape(dims) for v in params)
+    return (x - mean) / np.sqrt(variance + attrs.eps) * scale + bias
+
+
+batch_norm = op(
+    "batch_norm", kind=Kind.COMPOSITE, infer=_batch_norm_shape, attrs=BatchNormAttrs, arity=(5, 5), reference=_batch_norm_array,
+    decompose=widened(_batch_norm),
+    samples=(
+        Sample(((2, 6, 5), (6,), (6,), (6,), (6,)), low=0.1), Sample(((2, 3, 4, 17), *((17,),) * 4), {"axis": -1}, low=0.1),
+        Sample(((3, 33), *((33,),) * 4), {"eps": 0.1}, low=0.0), Sample(((0, 2, 3), *((2,),) * 4), low=0.1),
+    ),
+    doc="Batch normalisation with known statistics, each [x.dims[axis]]: (x - mean) / sqrt(variance + eps) * scale + bias.",
 )  # fmt: skip
