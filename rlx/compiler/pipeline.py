@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 
 from rlx.compiler.canonicalise import canonicalise
+from rlx.compiler.channels_last import channels_last
 from rlx.compiler.compilation import Compilation
 from rlx.compiler.legalise import bind_dims, legalise
 from rlx.compiler.levels import levels
@@ -33,6 +34,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("pairs", pairs),
     ("padding", padding),
     ("canonicalise", canonicalise),
+    ("channels_last", channels_last),
     ("precision", precision),
     ("legalise", legalise),
     ("quantised", quantised),

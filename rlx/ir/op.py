@@ -172,6 +172,12 @@ class OpDef:
     # (partition, attrs, *Value) -> a (Value, Placement) per result: the op on one rank's shards of its operands
     # (rlx.compiler.partition); None: follow its kind or decomposition; a str: the reason why it needs replicated operands
     partitioned: Callable[..., Any] | None = None
+    # COMPOSITE on [batch, channels, *spatial]: (attrs, *Value) -> the same value by the op with channels last, between
+    # transposes; None: it has channels last already
+    last: Callable[..., Any] | None = None
+    # (attrs, axes, *Shape) -> the attributes that change where dim i of the result, and of each operand of role "x", is
+    # dim axes[i] of this one's; None: there are none. POINTWISE and REDUCE follow from other fields
+    permuted: Callable[..., dict[str, Any] | None] | None = None
     update: Callable[..., Loops] | None = None  # INDEX: operand 0 with a part replaced; (ctx, node) -> loops that write it
     # (attrs, *Shape) -> TiledLayout of the result, whose value is that of operand 0; `element` and `kernel` get tile coordinates
     tiled: Callable[..., TiledLayout] | None = None

@@ -84,6 +84,7 @@ class Target:
     line_bytes: int = 64  # of a cache line, the unit of transfers from memory
     column_bytes: int = 0  # of a line along another axis than the last one, at most, that a kernel may reduce and read again
     stores_narrow: bool = False  # a contraction stores rows that are reduced before their cast to a wider float: less traffic
+    channels_last: bool = False  # contractions of a convolution read operands with channels last
     few_kernels: bool = False  # a kernel costs more than elements computed twice: updates in place and rows are fused further
     rest_bytes: int = 0  # buffers up to this size keep their memory for some steps after their last use: launches can be joined
     tile_rows: int = 16  # rows of a contraction that are computed together

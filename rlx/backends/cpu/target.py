@@ -38,7 +38,7 @@ def target_for(triple: str, cpu: str, features: Sequence[str] = (), threads: int
 
 
 def _of_cpu(target: Target) -> Target:
-    return replace(target, panel=partial(panel_of, target), schedule=partial(_schedule, target))
+    return replace(target, channels_last=True, panel=partial(panel_of, target), schedule=partial(_schedule, target))
 
 
 def _schedule(target: Target, kernel: Kernel) -> Kernel:

@@ -14,7 +14,7 @@ from rlx.ir.kernel import Check, Expr, Load, Loop, Loops, Stmt, Store, Var, cons
 from rlx.ir.node import Node, Value
 from rlx.ir.op import Attrs, Kind, Number, Sample
 from rlx.ir.ops.elementwise import less, less_equal, logical_and, where
-from rlx.ir.ops.rules import again, along, axis_of, halves, held, integer, joined, lines, others, same_dtype, static_dim
+from rlx.ir.ops.rules import again, along, axis_of, halves, held, integer, joined, lines, others, permuted, same_dtype, static_dim
 from rlx.ir.placement import REPLICATED, Partial, Split
 from rlx.ir.shape import DimLike, Shape
 
@@ -113,7 +113,7 @@ GATHERS = (
 gather = op(
     "gather", kind=Kind.INDEX, infer=_gather_shape, attrs=AxisAttrs, arity=(2, 2), dtypes="fiubc", roles="xi", parts=along,
     reference=_gather_array, element=_gather_element, samples=GATHERS, rows=_gather_rows, partitioned=_gather_partitioned,
-    padded=_gather_padded,
+    padded=_gather_padded, permuted=lambda a, axes, x, indices: permuted(a, axes, x) if indices.rank == 1 else None,
     doc="Takes slices of x along `axis`, one per index; the result has dims x[:axis] + indices + x[axis+1:]. An index below 0 or "
     "not below the dim is an IndexRangeError on every backend if a result depends on its row; else it may or may not be one.",
 )  # fmt: skip
@@ -243,7 +243,7 @@ def _concat_partitioned(p: Partitioning, attrs: AxisAttrs, *operands: Value) -> 
 concat = op(
     "concat", kind=Kind.INDEX, infer=_concat_shape, attrs=AxisAttrs, arity=(1, None), dtypes="fiubc", parts=along,
     reference=lambda attrs, *arrays: np.concatenate(arrays, axis=attrs.axis), element=_concat_element, rows=others,
-    partitioned=_concat_partitioned,
+    partitioned=_concat_partitioned, permuted=permuted,
     samples=(
         Sample(((3, 17), (2, 17))), Sample(((2, 3), (2, 1), (2, 33)), {"axis": -1}), Sample(((4,),)),
         Sample(((2, 3, 4), (2, 0, 4), (2, 2, 4)), {"axis": 1}),
@@ -300,6 +300,7 @@ def _pad_parts(node: Applied[PadAttrs], x: Value) -> Value:
 pad = op(
     "pad", kind=Kind.INDEX, infer=_pad_shape, attrs=PadAttrs, dtypes="fiubc", element=_pad_element, parts=_pad_parts,
     rows=lambda a, i, axis, x: None if a.low[axis] or a.high[axis] else axis,
+    permuted=lambda a, axes, x: {"low": tuple(a.low[i] for i in axes), "high": tuple(a.high[i] for i in axes)},
     reference=lambda a, x: np.pad(x, tuple(zip(a.low, a.high)), constant_values=_pad_value(a, x)),
     samples=(
         Sample(((3, 17),), {"low": (1, 0), "high": (0, 2)}), Sample(((5,),), {"low": (2,), "high": (3,), "value": 7.0}),

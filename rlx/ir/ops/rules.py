@@ -68,6 +68,11 @@ def others(attrs: object, operand: int, axis: int, x: Shape, *_: Shape) -> int |
     return None if axis == axis_of(getattr(attrs, "axis", -1), x.rank) else axis
 
 
+def permuted(attrs: Any, axes: Sequence[int], *shapes: Shape) -> dict[str, Any]:
+    """OpDef.permuted of an op with the attribute `axis`."""
+    return {"axis": axes.index(axis_of(attrs.axis, len(axes)))}
+
+
 def lines(dims: Sequence[int], axis: int) -> tuple[Grid, Callable[[Expr | None], tuple[Expr, ...]]]:
     """For a kernel that loops along an axis: a grid over all other dims, and a function from a position on the axis to the
     coords (from None: the coords without that axis)."""

@@ -159,6 +159,7 @@ def _broadcast_strided(attrs: object, dims: Sequence[int], out: Sequence[int], l
 broadcast_to = op(
     "broadcast_to", kind=Kind.VIEW, infer=_broadcast_shape, attrs=BroadcastAttrs, dtypes=ANY,
     reference=lambda a, x: np.broadcast_to(x, a.dims), element=_broadcast_element, strided=_broadcast_strided,
+    permuted=lambda a, axes, x: {"dims": tuple(a.dims[i] for i in axes)},
     parts=lambda node, x: again(node, x, dims=(*node.attrs.dims, 2)),
     samples=(
         Sample(((17,),), {"dims": (3, 17)}), Sample(((2, 1, 5),), {"dims": (2, 3, 5)}), Sample(((),), {"dims": (4,)}),
@@ -259,6 +260,7 @@ slice = op(
     reference=lambda a, x: x[tuple(map(builtin_slice, a.starts, a.stops, a.steps))],
     infer=lambda a, x: x.with_dims(length for _, length, _ in _ranges(a, x.dims)),
     element=_slice_element, strided=_slice_strided, parts=_slice_parts, padded=_slice_padded, partitioned=_slice_partitioned,
+    permuted=lambda a, axes, x: {n: tuple(getattr(a, n)[i] for i in axes) for n in ("starts", "stops", "steps")},
     samples=(
         Sample(((5, 17),), {"starts": (1, 0), "stops": (4, END)}),
         Sample(((5, 17),), {"starts": (0, 3), "stops": (5, -2), "steps": (2, 3)}),
