@@ -22,7 +22,7 @@ import rlx
 from rlx import knobs
 from rlx.backends.cpu import backend
 from rlx.backends.cpu import target as cpu
-from rlx.errors import CompileError, DeviceUnavailableError
+from rlx.errors import CompileError, DeviceUnavailableError, UnknownDeviceError
 from rlx.host import jit, llvm, once, processor
 from rlx.host.jit import Library, assembly, compile_object, load
 from rlx.host.once import at_once
@@ -137,6 +137,39 @@ def test_levels() -> None:
         assert (newer.panel("u8 i8"), newer.panel("bf16"), newer.panel("f32")) == ((16, 8), (16, 4), (16, 1))
     assert {"f32", "bf16", "bool", "i64"} <= v4.dtypes and "f8e4m3" in v4.dtypes
     assert pickle.loads(pickle.dumps(v4)) == v4
+
+
+def test_cpus_imply_their_features() -> None:
+    def levels(name: str) -> str:
+        return " ".join(cpu.target_for("x86_64-unknown-linux-gnu", name).features[2:])
+
+    assert levels("skylake") == levels("x86-64-v3") == "avx2 fma f16c" and levels("generic") == ""
+    assert levels("icelake-server") == f"{levels('x86-64-v4')} avx512vnni"
+    assert levels("sapphirerapids").endswith("avx512fp16 amx-tile amx-bf16 amx-int8")
+    apple, arm = cpu.target_for("arm64-apple-macosx", "apple-m2"), cpu.target_for("aarch64-linux-gnu", "neoverse-n2")
+    assert apple.features[2:] == arm.features[2:] == tuple(processor.ARM)
+
+
+@pytest.mark.parametrize("architecture", processor.CPUS)
+def test_llvm_knows_the_cpus_that_targets_name(architecture: str) -> None:
+    """It ends the process for an x86 CPU that it does not know."""
+    script = (
+        "from rlx.host.jit import *; from rlx.backends.cpu.target import target_for\n"
+        f"for name in {['generic', *processor.CPUS[architecture]]}:\n"
+        f"    compile_object({ADD.format(n=3)!r}, target_for('{architecture}-linux-gnu', name))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_cpus_and_triples_that_llvm_does_not_know_are_refused() -> None:
+    """Before code is made, which may end the process."""
+    for triple, name in (("x86_64-linux-gnu", "nonsense"), ("x86_64-linux-gnu", "apple-m1"), ("aarch64-linux-gnu", "x86-64-v3")):
+        found = f"'{name}' is not among the CPUs of '{triple}': generic, .*; for another one give generic and its features"
+        with pytest.raises(UnknownDeviceError, match=found):
+            cpu.target_for(triple, name)
+    with pytest.raises(UnknownDeviceError, match="'zz80-unknown-linux' is no triple such as 'aarch64-linux-gnu': .*compatible"):
+        cpu.target_for("zz80-unknown-linux", "generic")
 
 
 def test_features_decide_the_code() -> None:

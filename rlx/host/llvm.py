@@ -210,12 +210,24 @@ _idle: defaultdict[tuple[str, str, str], list[Machine | PackageMachine]] = defau
 
 def code(text: str, machine: tuple[str, str, str], assembly: bool = False) -> bytes:
     """Object code, or assembly, of a module for (triple, cpu, features). Rejected: LLVM does not accept it."""
+    with _machine(machine) as here:
+        return here.code(text, assembly)
+
+
+def check(machine: tuple[str, str, str]) -> None:
+    """Rejected: LLVM does not know the triple."""
+    with _machine(machine):
+        pass
+
+
+@contextmanager
+def _machine(machine: tuple[str, str, str]) -> Iterator[Machine | PackageMachine]:
     with _slot():
         try:
             here = _idle[machine].pop()
         except IndexError:
             here = Machine(functions, *machine) if (functions := load()) else PackageMachine(*machine)
         try:
-            return here.code(text, assembly)
+            yield here
         finally:
             _idle[machine].append(here)

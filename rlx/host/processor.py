@@ -16,20 +16,28 @@ from functools import cache
 from pathlib import Path
 
 from rlx import knobs
-from rlx.errors import CompileError
+from rlx.errors import CompileError, UnknownDeviceError
 from rlx.ir.target import Target
 
 DTYPES = frozenset("f64 f32 f16 bf16 f8e4m3 f8e5m2 i64 i32 i16 i8 u64 u32 u16 u8 bool c64".split())
-# Instruction sets that affect generated code, by LLVM's names. A baseline CPU implies those listed with it.
+# Instruction sets that affect generated code, by LLVM's names.
 X86 = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "avx512vnni", "avx512fp16")
 AMX = ("amx-tile", "amx-bf16", "amx-int8")  # used if RLX_AMX is not 0 and the system permits it
 # aarch64: where Linux tells a process of each, as (entry of the auxiliary vector: AT_HWCAP or AT_HWCAP2, bit)
 ARM = {"neon": (16, 1), "fullfp16": (16, 10), "dotprod": (16, 20), "fp16fml": (16, 23), "i8mm": (26, 13), "bf16": (26, 14)}
-BASELINES = {
-    "x86-64-v4": X86[:7], "x86-64-v3": X86[:3], "x86-64": (),
-    **dict.fromkeys(("cortex-a76", "neoverse-n1"), ("neon", "fullfp16", "dotprod")),
-    "apple-m1": ("neon", "fullfp16", "dotprod", "fp16fml"),
-    **dict.fromkeys(("neoverse-v1", "neoverse-n2", "neoverse-v2", "apple-m2"), tuple(ARM)),
+LEVELS = {"x86-64-v4": X86[:7], "x86-64-v3": X86[:3], "x86-64": ()}
+CPUS = {  # architecture -> LLVM's names of its CPUs that target_for takes -> those of the instruction sets above that they have
+    "x86_64": {
+        **LEVELS, **dict.fromkeys(("haswell", "skylake", "znver2", "znver3"), X86[:3]), "skylake-avx512": X86[:7],
+        **dict.fromkeys(("cascadelake", "icelake-server"), (*X86[:7], "avx512vnni")),
+        **dict.fromkeys(("znver4", "znver5"), X86[:9]), "sapphirerapids": X86 + AMX,
+    },
+    "aarch64": {
+        **dict.fromkeys(("cortex-a57", "cortex-a72"), ("neon",)),
+        **dict.fromkeys(("cortex-a76", "neoverse-n1"), ("neon", "fullfp16", "dotprod")),
+        "apple-m1": ("neon", "fullfp16", "dotprod", "fp16fml"),
+        **dict.fromkeys(("neoverse-v1", "neoverse-n2", "neoverse-v2", "apple-m2"), tuple(ARM)),
+    },
 }  # fmt: skip
 UNLIMITED = 1 << 30  # number of CPUs if no quota is set
 USUAL_CACHE = 1 << 20  # bytes of second-level cache of a core of a machine that is not this one
@@ -44,7 +52,7 @@ def host_features() -> tuple[str, ...]:
     features = tuple(f for f in X86 if f in has)
     amx = tuple(f for f in AMX if f in has) if knobs.AMX.get() and "avx512bw" in has else ()
     features += amx if amx and _may_use_tiles() else ()
-    cpu = next(name for name in BASELINES if set(BASELINES[name]) <= set(features))
+    cpu = next(name for name in LEVELS if set(LEVELS[name]) <= set(features))
     return f"triple={triple}", f"cpu={cpu}", *features
 
 
@@ -128,9 +136,13 @@ def plain_target() -> Target:
 
 
 def target_for(triple: str, cpu: str, features: Sequence[str] = (), threads: int = 1) -> Target:
-    """Any CPU, not necessarily this one: `target_for("aarch64-linux-gnu", "neoverse-n2")`. An x86-64 level or one of BASELINES'
-    cores as `cpu` implies its features."""
-    named = dict.fromkeys((*BASELINES.get(cpu, ()), *features))
+    """Any CPU, not necessarily this one: `target_for("aarch64-linux-gnu", "neoverse-n2")`. `cpu`: one of CPUS, whose features it
+    has, or "generic". UnknownDeviceError: it is no such name."""
+    cpus = {"generic": (), **CPUS.get(triple.partition("-")[0].replace("arm64", "aarch64"), {})}
+    if cpu not in cpus:
+        known = f"{', '.join(cpus)}; for another one give generic and its features"
+        raise UnknownDeviceError(f"{cpu!r} is not among the CPUs of {triple!r}: {known}")
+    named = dict.fromkeys((*cpus[cpu], *features))
     return _target((f"triple={triple}", f"cpu={cpu}", *named), threads)
 
 

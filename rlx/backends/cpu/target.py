@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 from rlx.backends.cpu.dots import dot_of
-from rlx.host import processor
+from rlx.errors import UnknownDeviceError
+from rlx.host import llvm, processor
 from rlx.ir.dtype import DTYPES, product
 from rlx.ir.kernel import Kernel
 from rlx.ir.target import Target
@@ -33,8 +34,13 @@ def host_target(threads: int | None = None) -> Target:
 
 
 def target_for(triple: str, cpu: str, features: Sequence[str] = (), threads: int = 1) -> Target:
-    """Any CPU, also for cross-compilation; as rlx.host.processor.target_for."""
-    return _of_cpu(processor.target_for(triple, cpu, features, threads))
+    """Any CPU, also for cross-compilation; as rlx.host.processor.target_for. UnknownDeviceError: LLVM has no such triple."""
+    found = _of_cpu(processor.target_for(triple, cpu, features, threads))
+    try:
+        llvm.check((triple, "generic", ""))
+    except llvm.Rejected as fault:
+        raise UnknownDeviceError(f"{triple!r} is no triple such as 'aarch64-linux-gnu': {fault}") from fault
+    return found
 
 
 def _of_cpu(target: Target) -> Target:
