@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from rlx.ir.dtype import DTYPES, DType
+from tests import conv_oracles
 
 
 def torch_(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -450,5 +451,6 @@ ORACLES: dict[str, Callable[..., Any]] = {
     # among one rank; among more: test_graph_collectives.py
     "all_reduce": alone, "all_gather": alone, "reduce_scatter": alone, "broadcast_rank": alone, "all_to_all": alone,
     "rank_slice": alone,
+    **conv_oracles.ORACLES,
     "exchange": lambda c, a, x: {"all_gather": x[None], "rank_part": x[0]}.get(a.what, x),
 }  # fmt: skip

@@ -43,8 +43,10 @@ def in_int8(graph: Graph, compilation: Compilation, notes: list[NodeReport] | No
             return node.results
         why = "" if compilation.is_static(inputs[1].node) else "its right operand is not a weight"
         depth = inputs[0].shape.dims[-1] if inputs[0].rank else 0
-        if not why and not (is_matrix(contraction(node)) and isinstance(depth, int) and 0 < depth < MOST_DEPTH):
+        if not why and not (is_matrix(facts := contraction(node)) and isinstance(depth, int) and 0 < depth < MOST_DEPTH):
             why = "its weights are not a matrix, or too deep for sums in 32 bits"
+        elif not why and len(facts.a_sum) > 1:
+            why = "the rows of its left operand overlap: each element would be rounded to several scales"
         if notes is not None:
             notes.append(NodeReport(node.name or "", node.op.name, "kept" if why else "narrowed", "", why or "8-bit integers"))
         return node.results if why else (_product(*inputs),)

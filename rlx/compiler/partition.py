@@ -349,6 +349,8 @@ class _Partition:
         if op.contract is not None:
             facts = op.contract(node.attrs, *(v.shape for v in node.inputs))
             sums = (facts.a_sum, facts.b_sum)
+            if split.axis in sums[i] and len(sums[0]) != len(sums[1]):
+                return f"the other operand has the dims that it sums with axis {split.axis} of {x.shape} as one"
             if split.axis in sums[i]:
                 operands[i], operands[1 - i] = split, Split(sums[1 - i][sums[i].index(split.axis)], split.parts)
                 results = (Partial("sum"),)

@@ -89,7 +89,8 @@ def _narrowed(v: Value, narrow: DType) -> Value:
     while root.node.op.kind is Kind.VIEW and len(root.node.inputs) == len(root.node.shapes) == 1:
         views.append(root.node)
         root = _as_view(root.node.inputs[0])
-    if root.node.op.kind is Kind.LEAF or root.shape.num_elements > MOST_AROUND * v.shape.num_elements:
+    more = root.shape.num_elements / max(1, v.shape.num_elements)  # a view with windows repeats elements
+    if (root.node.op.kind is Kind.LEAF and more >= 1) or more > MOST_AROUND:
         return v.astype(narrow)
     moved = root.astype(narrow)
     for view in reversed(views):

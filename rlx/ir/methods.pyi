@@ -83,8 +83,17 @@ class Methods:
         weight is read in its own dtype."""
     def int8_matmul(self, b: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
         """Matrix product of u8 by i8 in i32. Sums wrap; they are exact up to a depth of 65,000."""
+    def flatten_matmul(self, b: Operand, /, axes: int, batch: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+        """Matrix product of a, with its last `axes` dims as one, and b: [batch, rows, k] by [batch, k, columns], with `batch`
+        leading dims in both and any number of dims of rows. The flattened dims need no common stride: windows are read
+        where they lie. The dtypes are those of matmul; u8 with i8 gives i32."""
     def linear(self, w: Operand, b: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
         """x @ w + b, with w [in, out] and an optional bias b [out]."""
+    def conv(self, w: Operand, b: Operand, /, strides: int | Sequence[int] = (1,), low: int | Sequence[int] = (0,), high: int | Sequence[int] = (0,), dilation: int | Sequence[int] = (1,), groups: int = 1, channels_last: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+        """Convolution (cross-correlation) over 1 to 3 spatial dims: x [batch, channels, *spatial], w [out, channels / groups,
+        *window], an optional bias b [out]; with channels_last x [batch, *spatial, channels] and w [*window, channels /
+        groups, out]. `low` and `high` are the zeros before and after each spatial dim. The dtypes are those of matmul; u8
+        with i8 weights gives i32. Narrow floats are summed in f32."""
     def neg(self, /, *, shape: Any = None, name: str | None = None) -> Value:
         """Negation; unsigned integers wrap."""
     def abs(self, /, *, shape: Any = None, name: str | None = None) -> Value:
@@ -321,6 +330,9 @@ class Methods:
         """Removes the dims `axes`, which must be of size 1."""
     def unsqueeze(self, /, axes: int | Sequence[int], *, shape: Any = None, name: str | None = None) -> Value:
         """Inserts dims of size 1 at `axes` of the result."""
+    def windows(self, /, window: int | Sequence[int], axes: int | Sequence[int], strides: int | Sequence[int] = (), dilation: int | Sequence[int] = (), *, shape: Any = None, name: str | None = None) -> Value:
+        """Sliding windows along `axes`: each of these dims counts the windows, which are `strides` apart, and new last dims,
+        one per axis, hold the elements of a window, which are `dilation` apart. A dim too small for a window is refused."""
     def leaky_relu(self, slope: float=0.01) -> Value: """x where x > 0, else x * slope."""
     def prelu(self, slope: Operand) -> Value: """x where x > 0, else x * slope; the slope broadcasts, and may be an operand of the same dtype."""
     def elu(self, alpha: float=1.0) -> Value: """x where x > 0, else alpha * (exp(x) - 1)."""

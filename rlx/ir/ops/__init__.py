@@ -5,7 +5,8 @@ from rlx.ir.ops.activation import clip, expm1, gelu, log1p, relu, sigmoid, silu,
 from rlx.ir.ops.attention import attention, attention_parts, rope
 from rlx.ir.ops.collective import all_gather, all_reduce, all_to_all, broadcast_rank, exchange, rank_slice, reduce_scatter
 from rlx.ir.ops.complex import complex, conj, imag, real, view_as_complex, view_as_real
-from rlx.ir.ops.contract import int8_matmul, linear, matmul
+from rlx.ir.ops.contract import flatten_matmul, int8_matmul, linear, matmul
+from rlx.ir.ops.conv import conv
 from rlx.ir.ops.elementwise import (
     abs, add, bitcast, bitwise_and, bitwise_not, bitwise_or, bitwise_xor, cast, ceil, cos, div, equal, erf, exp, floor, floor_div,
     is_nan, less, less_equal, log, logical_and, logical_not, logical_or, logical_xor, maximum, minimum, mod, mul, multiply_add,
@@ -24,6 +25,7 @@ from rlx.ir.ops.reduce import all, any, log_softmax, max, mean, min, prod, softm
 from rlx.ir.ops.state import take_rows, update_rows, valid_rows
 from rlx.ir.ops.trigonometry import acos, acosh, asin, asinh, atan, atanh, cosh, sinh, tan
 from rlx.ir.ops.view import broadcast_to, reshape, slice, split, squeeze, transpose, unsqueeze
+from rlx.ir.ops.windows import windows
 from rlx.ir.op import OPS
 
 OWN = frozenset(OPS.values())  # ops declared in this package: its sources define them completely
@@ -32,15 +34,15 @@ astype, take = cast, gather  # numpy's names for the same constructors
 __all__ = [
     "abs", "acos", "acosh", "add", "all", "all_gather", "all_reduce", "all_to_all", "any", "argmax", "argmin", "argsort",
     "asin", "asinh", "astype", "atan", "atanh", "attention", "attention_parts", "batch_norm", "bitcast", "bitwise_and",
-    "bitwise_not", "bitwise_or", "bitwise_xor", "broadcast_rank", "broadcast_to", "cast", "ceil", "clip", "complex",
-    "concat", "conj", "copy", "cos", "cosh", "cumsum", "dequant_matmul", "dequantize", "div", "embedding", "equal", "erf",
-    "exchange", "exp", "expm1", "floor", "floor_div", "gather", "gelu", "group_ends", "group_norm", "group_rows",
-    "grouped_matmul", "gumbel", "imag", "int8_matmul", "iota", "is_nan", "layer_norm", "less", "less_equal", "linear",
-    "log", "log1p", "log_softmax", "logical_and", "logical_not", "logical_or", "logical_xor", "matmul", "max", "maximum",
-    "mean", "min", "minimum", "mod", "mul", "multiply_add", "neg", "not_equal", "pack", "pack_quant", "pad", "pow", "prod",
-    "quant_rows", "random_bits", "random_uniform", "rank_slice", "real", "reciprocal", "reduce_scatter", "relu", "rem",
-    "reshape", "rms_norm", "rope", "round", "route", "router", "rsqrt", "scatter_add", "segment_matmul", "shift_left",
+    "bitwise_not", "bitwise_or", "bitwise_xor", "broadcast_rank", "broadcast_to", "cast", "ceil", "clip", "complex", "concat",
+    "conj", "conv", "copy", "cos", "cosh", "cumsum", "dequant_matmul", "dequantize", "div", "embedding", "equal", "erf",
+    "exchange", "exp", "expm1", "flatten_matmul", "floor", "floor_div", "gather", "gelu", "group_ends", "group_norm",
+    "group_rows", "grouped_matmul", "gumbel", "imag", "int8_matmul", "iota", "is_nan", "layer_norm", "less", "less_equal",
+    "linear", "log", "log1p", "log_softmax", "logical_and", "logical_not", "logical_or", "logical_xor", "matmul", "max",
+    "maximum", "mean", "min", "minimum", "mod", "mul", "multiply_add", "neg", "not_equal", "pack", "pack_quant", "pad", "pow",
+    "prod", "quant_rows", "random_bits", "random_uniform", "rank_slice", "real", "reciprocal", "reduce_scatter", "relu",
+    "rem", "reshape", "rms_norm", "rope", "round", "route", "router", "rsqrt", "scatter_add", "segment_matmul", "shift_left",
     "shift_right", "sigmoid", "sign", "silu", "sin", "sinh", "slice", "softmax", "softplus", "sort", "split", "sqrt",
     "squeeze", "sub", "sum", "take", "take_rows", "tan", "tanh", "threshold", "top_few", "top_k", "transpose", "trunc",
-    "unsqueeze", "update_rows", "valid_rows", "variance", "view_as_complex", "view_as_real", "where",
+    "unsqueeze", "update_rows", "valid_rows", "variance", "view_as_complex", "view_as_real", "where", "windows",
 ]  # fmt: skip

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from rlx.errors import DTypeError, ShapeError
+from rlx.errors import AttributeValueError, DTypeError, ShapeError
 from rlx.ir.declare import op
-from rlx.ir.dtype import holds, i8, i32, product, u8
+from rlx.ir.dtype import DType, holds, i8, i32, product, u8
 from rlx.ir.node import Node, Value
-from rlx.ir.op import Contraction, Kind, Sample
+from rlx.ir.op import Attrs, Contraction, Kind, Sample
 from rlx.ir.ops.rules import halves, joined
 from rlx.ir.shape import Shape, broadcast_dims
 
@@ -29,9 +31,15 @@ def _contraction(attrs: object, a: Shape, b: Shape) -> Contraction:
     )
 
 
+def _product(a: DType, b: DType) -> DType:
+    """The dtype of a product of two, or a DTypeError."""
+    if (dtype := product(a, b)) is None:
+        raise DTypeError(f"operands are {a} and {b}, which are not multiplied; cast one: x.astype({b.name!r})")
+    return dtype
+
+
 def _matmul_shape(attrs: object, a: Shape, b: Shape) -> Shape:
-    if (dtype := product(a.dtype, b.dtype)) is None:
-        raise DTypeError(f"operands are {a.dtype} and {b.dtype}, which are not multiplied; cast one: x.astype({b.dtype.name!r})")
+    dtype = _product(a.dtype, b.dtype)
     if not a.rank or not b.rank:
         raise ShapeError("an operand without dims has nothing to sum over; use mul")
     c = _contraction(attrs, a, b)
@@ -80,6 +88,66 @@ int8_matmul = op(
         for dims in (((3, 17), (17, 5)), ((2, 3, 8), (8, 33)), ((17,), (17, 3)), ((2, 5, 4), (2, 4, 7)), ((2, 0), (0, 3)))
     ),
     doc="Matrix product of u8 by i8 in i32. Sums wrap; they are exact up to a depth of 65,000.",
+)  # fmt: skip
+
+
+class FlattenAttrs(Attrs):
+    """The number of last dims of a that are summed, and of leading dims that both operands have."""
+
+    axes: int
+    batch: int = 0
+
+    def __post_init__(self) -> None:
+        if self.axes < 1 or self.batch < 0:
+            raise AttributeValueError(f"axes is at least 1 and batch at least 0, got {self.axes} and {self.batch}")
+
+
+def _flattened(attrs: FlattenAttrs, a: Shape, b: Shape) -> Contraction:
+    batch, rows = tuple(range(attrs.batch)), a.rank - attrs.axes
+    return Contraction(
+        a_batch=batch, a_rows=tuple(range(attrs.batch, rows)), a_sum=tuple(range(rows, a.rank)),
+        b_batch=batch, b_sum=(attrs.batch,), b_columns=(attrs.batch + 1,),
+    )  # fmt: skip
+
+
+def products(a: DType, b: DType) -> DType:
+    """The dtype of a product of these: that of matmul, and i32 for u8 with i8."""
+    return i32 if (a, b) == (u8, i8) else _product(a, b)
+
+
+def _flatten_shape(attrs: FlattenAttrs, a: Shape, b: Shape) -> Shape:
+    dtype, rows = products(a.dtype, b.dtype), a.rank - attrs.axes
+    if rows < attrs.batch or b.rank != attrs.batch + 2:
+        raise ShapeError(f"the operands are [batch, rows, k] and [batch, k, columns] with {attrs.batch} batch dims, got {a}, {b}")
+    if a.dims[: attrs.batch] != b.dims[: attrs.batch]:
+        raise ShapeError(f"the first {attrs.batch} dims of {a} and {b} differ")
+    if (depth := math.prod(a.dims[rows:])) != b.dims[attrs.batch]:  # type: ignore[arg-type]
+        raise ShapeError(f"the last {attrs.axes} dims of {a} have {depth} elements together, dim {attrs.batch} of {b} has not")
+    return Shape((*a.dims[:rows], b.dims[-1]), dtype)
+
+
+def _flatten_array(attrs: FlattenAttrs, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    rows, (*batch, depth, columns) = a.ndim - attrs.axes, b.shape
+    if (a.dtype, b.dtype) == (np.uint8, np.int8):
+        a, b = a.astype(np.int32), b.astype(np.int32)
+    out = np.matmul(a.reshape(*batch, math.prod(a.shape[attrs.batch : rows]), depth), b)
+    return out.reshape(*a.shape[:rows], columns)
+
+
+flatten_matmul = op(
+    "flatten_matmul", kind=Kind.CONTRACT, infer=_flatten_shape, attrs=FlattenAttrs, arity=(2, 2), dtypes="fiu",
+    reference=_flatten_array, contract=_flattened,
+    samples=(
+        Sample(((3, 17, 2), (34, 5)), {"axes": 2}), Sample(((2, 5, 3, 1, 7), (21, 33)), {"axes": 3}),
+        Sample(((4, 2, 3, 5, 2), (4, 10, 3)), {"axes": 2, "batch": 1}), Sample(((6, 5), (5, 1)), {"axes": 1}),
+        Sample(((2, 3, 9, 4), (2, 3, 36, 4)), {"axes": 2, "batch": 2}),
+        Sample(((0, 2, 3), (6, 4)), {"axes": 2}), Sample(((2, 0, 3), (0, 2)), {"axes": 2}),
+        Sample(((3, 4, 17), (68, 5)), {"axes": 2}, dtypes=("f32", "bf16")),
+        Sample(((3, 4, 17), (68, 5)), {"axes": 2}, dtypes=("u8", "i8"), low=0, high=127),
+    ),
+    doc="Matrix product of a, with its last `axes` dims as one, and b: [batch, rows, k] by [batch, k, columns], with `batch` "
+    "leading dims in both and any number of dims of rows. The flattened dims need no common stride: windows are read where they "
+    "lie. The dtypes are those of matmul; u8 with i8 gives i32.",
 )  # fmt: skip
 
 

@@ -1,0 +1,194 @@
+"""Convolutions: a view of sliding windows, and a contraction that sums over the elements of each.
+
+All of them are computed channels last: with channels first, between transposed views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import AttributeValueError, DTypeError, ShapeError
+from rlx.ir.declare import op
+from rlx.ir.dtype import DType, holds
+from rlx.ir.node import Value
+from rlx.ir.op import Attrs, Kind, Sample
+from rlx.ir.ops.contract import flatten_matmul, products
+from rlx.ir.ops.index import pad
+from rlx.ir.ops.reduce import sum
+from rlx.ir.ops.rules import static_dim
+from rlx.ir.ops.view import reshape, transpose
+from rlx.ir.ops.windows import positions, windows
+from rlx.ir.shape import DimLike, Shape
+
+Ints = tuple[int, ...]
+
+
+class SpatialAttrs(Attrs):
+    """Per spatial dim: the distance of two windows, and the padding before and after. One number counts for all."""
+
+    strides: Ints = (1,)
+    low: Ints = (0,)
+    high: Ints = (0,)
+    dilation: Ints = (1,)
+
+    def __post_init__(self) -> None:
+        for name, least in (("strides", 1), ("low", 0), ("high", 0), ("dilation", 1)):
+            if min(values := getattr(self, name), default=0) < least:
+                raise AttributeValueError(f"{name} has numbers of at least {least}, got {values}")
+
+    def each(self, name: str, spatial: int) -> Ints:
+        """The attribute with one number for each spatial dim."""
+        values: Ints = getattr(self, name)
+        if len(values) not in (1, spatial):
+            raise AttributeValueError(f"{name} must be one number, or one for each of the {spatial} spatial dims, got {values}")
+        return values * spatial if len(values) == 1 else values
+
+
+class ConvAttrs(SpatialAttrs):
+    groups: int = 1
+    channels_last: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.groups < 1:
+            raise AttributeValueError(f"groups is at least 1, got {self.groups}")
+
+
+def spread(attrs: SpatialAttrs, dims: Sequence[DimLike], window: Ints) -> Ints:
+    """The number of windows along each spatial dim, its padding included."""
+    facts = (attrs.each(name, len(dims)) for name in ("low", "high", "strides", "dilation"))
+    out = []
+    for axis, (d, size, low, high, stride, dilation) in enumerate(zip(dims, window, *facts)):
+        whole = static_dim(d, f"spatial dim {axis}") + low + high
+        out.append(positions(whole, size, stride, dilation, f"the window along spatial dim {axis}, {size} wide,"))
+    return tuple(out)
+
+
+def to_last(x: Value, channels_last: bool) -> Value:
+    """[batch, channels, *spatial] as [batch, *spatial, channels]."""
+    return x if channels_last else transpose(x, axes=(0, *range(2, x.rank), 1))
+
+
+def from_last(x: Value, channels_last: bool) -> Value:
+    """The inverse of to_last."""
+    return x if channels_last else transpose(x, axes=(0, x.rank - 1, *range(1, x.rank - 1)))
+
+
+def windowed(attrs: SpatialAttrs, x: Value, window: Ints, value: float = 0.0) -> Value:
+    """[batch, *spatial, ...] -> [batch, *positions, *window, ...], with `value` in the padding."""
+    spatial = len(window)
+    axes, rest = tuple(range(1, spatial + 1)), (0,) * (x.rank - spatial - 1)
+    low, high = attrs.each("low", spatial), attrs.each("high", spatial)
+    if any(low + high):
+        x = pad(x, low=(0, *low, *rest), high=(0, *high, *rest), value=value)
+    strides, dilation = attrs.each("strides", spatial), attrs.each("dilation", spatial)
+    seen = windows(x, window=window, axes=axes, strides=strides, dilation=dilation)
+    return transpose(seen, axes=(0, *axes, *range(x.rank, seen.rank), *range(spatial + 1, x.rank)))
+
+
+# -- conv ----------------------------------------------------------------------------------------------------------
+
+
+def _kernel(attrs: ConvAttrs, w: Shape) -> tuple[Ints, DimLike, DimLike]:
+    """(window, channels of a group, channels of the result) of the weights."""
+    inner, out, window = (*w.dims[-2:], w.dims[:-2]) if attrs.channels_last else (w.dims[1], w.dims[0], w.dims[2:])
+    return tuple(static_dim(d, "a window") for d in window), inner, out
+
+
+def _conv_shape(attrs: ConvAttrs, x: Shape, w: Shape, b: Shape | None = None) -> Shape:
+    if x.rank not in (3, 4, 5) or w.rank != x.rank:
+        raise ShapeError(f"x and w have 1 to 3 spatial dims, and two others, got {x} and {w}")
+    window, inner, out = _kernel(attrs, w)
+    channels, spatial = (x.dims[-1], x.dims[1:-1]) if attrs.channels_last else (x.dims[1], x.dims[2:])
+    if inner * attrs.groups != channels:
+        raise ShapeError(f"x has {channels} channels, the weights take {inner} in each of {attrs.groups} groups")
+    if attrs.groups > 1 and static_dim(out, "a convolution of groups") % attrs.groups:
+        raise ShapeError(f"{out} channels of the result are not divided into {attrs.groups} groups")
+    places, dtype = spread(attrs, spatial, window), products(x.dtype, w.dtype)
+    if b is not None and b.dims != (out,):
+        raise ShapeError(f"the bias must be [{out}], got {b}")
+    if b is not None and not holds(dtype, b.dtype):
+        raise DTypeError(f"the result is {dtype}, which does not hold a bias of {b.dtype}; cast it")
+    return Shape((x.dims[0], *places, out) if attrs.channels_last else (x.dims[0], out, *places), dtype)
+
+
+def _conv(attrs: ConvAttrs, x: Value, w: Value, b: Value | None = None) -> Value:
+    x = to_last(x, attrs.channels_last)
+    w = w if attrs.channels_last else transpose(w, axes=(*range(2, w.rank), 1, 0))
+    *window, inner, out = w.shape.static
+    dtype = products(x.dtype, w.dtype)
+    if attrs.groups == 1:
+        made = flatten_matmul(windowed(attrs, x, tuple(window)), reshape(w, dims=(-1, out)), axes=len(window) + 1)
+    elif inner == 1:
+        made = _depthwise(attrs, x, w, dtype.compute)
+    else:
+        made = _grouped(attrs, x, w)
+    made = made.astype(dtype)
+    made = made if b is None else made + b.astype(dtype)
+    return from_last(made, attrs.channels_last)
+
+
+def _depthwise(attrs: ConvAttrs, x: Value, w: Value, compute: DType) -> Value:
+    """Each channel by its own windows: products element by element, and their sum."""
+    spatial, (*window, _, out) = w.rank - 2, w.shape.static
+    seen = windowed(attrs, x.astype(compute), tuple(window))
+    w, several = w.astype(compute), (attrs.groups, out // attrs.groups)
+    if several[1] > 1:
+        seen, w = reshape(seen, dims=(*seen.dims, 1)), reshape(w, dims=(*window, *several))
+    else:
+        w = reshape(w, dims=(*window, out))
+    made = sum(seen * w, axis=tuple(range(spatial + 1, 2 * spatial + 1)))
+    return reshape(made, dims=(*made.dims[: spatial + 1], out))
+
+
+def _grouped(attrs: ConvAttrs, x: Value, w: Value) -> Value:
+    """[group, batch, *positions, *window, channels] by [group, k, channels of the result]."""
+    (*window, inner, out), groups, spatial = w.shape.static, attrs.groups, w.rank - 2
+    seen = windowed(attrs, reshape(x, dims=(*x.dims[:-1], groups, inner)), tuple(window))
+    seen = transpose(seen, axes=(seen.rank - 2, *range(seen.rank - 2), seen.rank - 1))
+    w = transpose(reshape(w, dims=(*window, inner, groups, out // groups)), axes=(spatial + 1, *range(spatial + 1), spatial + 2))
+    made = flatten_matmul(seen, reshape(w, dims=(groups, -1, out // groups)), axes=spatial + 1, batch=1)
+    made = transpose(made, axes=(*range(1, spatial + 2), 0, spatial + 2))
+    return reshape(made, dims=(*made.dims[: spatial + 1], out))
+
+
+def _conv_array(attrs: ConvAttrs, x: np.ndarray, w: np.ndarray, b: np.ndarray | None = None) -> np.ndarray:
+    """One element of the windows after the other, in f64 or the integers of the result."""
+    dtype = np.float64 if x.dtype.kind == "f" else x.dtype if x.dtype == w.dtype else np.int32
+    x, w = x.astype(dtype), w.astype(dtype)
+    if not attrs.channels_last:
+        x, w = np.moveaxis(x, 1, -1), np.moveaxis(w, (1, 0), (-2, -1))
+    (*window, inner, out), groups = w.shape, attrs.groups
+    low, high, strides, dilation = (attrs.each(name, len(window)) for name in ("low", "high", "strides", "dilation"))
+    x = np.pad(x, ((0, 0), *zip(low, high), (0, 0)))
+    made: Any = 0
+    for at in np.ndindex(*window):
+        last = [d - (size - 1 - i) * e for d, size, i, e in zip(x.shape[1:], window, at, dilation)]
+        seen = x[:, *(np.s_[i * e : stop : stride] for i, e, stop, stride in zip(at, dilation, last, strides))]
+        seen = seen.reshape(*seen.shape[:-1], groups, 1, inner)
+        made = made + (seen @ np.moveaxis(w[at].reshape(inner, groups, out // groups), 1, 0))[..., 0, :]
+    made = made.reshape(*made.shape[:-2], out) + (0 if b is None else b.astype(dtype))
+    return made if attrs.channels_last else np.moveaxis(made, -1, 1)
+
+
+SAMPLES = (
+    Sample(((2, 3, 7, 9), (5, 3, 3, 2), (5,))), Sample(((1, 4, 17), (6, 2, 3)), {"groups": 2, "strides": 2, "low": 1, "high": 2}),
+    Sample(((2, 4, 5, 6), (8, 1, 3, 3), (8,)), {"groups": 4, "low": 1, "high": 1}),
+    Sample(((2, 6, 5, 33), (3, 3, 1, 33), (33,)), {"groups": 33, "dilation": (1, 2), "low": (0, 2), "channels_last": True}),
+    Sample(((1, 9, 8, 6), (3, 2, 3, 8)), {"groups": 2, "strides": (2, 1), "low": (1, 0), "high": (2, 1), "channels_last": True}),
+    Sample(((2, 5, 17, 4), (1, 1, 4, 33), (33,)), {"strides": 2, "channels_last": True}),
+    Sample(((1, 2, 4, 5, 3), (3, 2, 2, 2, 2)), {"dilation": (2, 1, 1), "high": (1, 0, 0)}), Sample(((0, 2, 5), (3, 2, 2))),
+    Sample(((2, 3, 5, 5), (4, 3, 3, 3), (4,)), {"low": 1}, dtypes=("u8", "i8", "i32"), low=0, high=127),
+    Sample(((2, 3, 5), (4, 3, 2)), dtypes=("f32", "bf16")),
+)  # fmt: skip
+conv = op(
+    "conv", kind=Kind.COMPOSITE, infer=_conv_shape, attrs=ConvAttrs, arity=(2, 3), dtypes="fiu", reference=_conv_array,
+    decompose=_conv, samples=SAMPLES,
+    doc="Convolution (cross-correlation) over 1 to 3 spatial dims: x [batch, channels, *spatial], w [out, channels / groups, "
+    "*window], an optional bias b [out]; with channels_last x [batch, *spatial, channels] and w [*window, channels / groups, "
+    "out]. `low` and `high` are the zeros before and after each spatial dim. The dtypes are those of matmul; u8 with i8 weights "
+    "gives i32. Narrow floats are summed in f32.",
+)  # fmt: skip

@@ -1,0 +1,212 @@
+"""Convolutions and pools on the devices, against torch.nn.functional in float64: many shapes, layouts, dtypes; refusals."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.random import Generator
+
+import rlx
+from rlx.errors import AttributeValueError, DTypeError, RlxError, ShapeError
+from rlx.ir.dtype import as_dtype
+from tests import conv_oracles
+
+SESSIONS = {device: rlx.Session(device) for device in ("cpu", "ref:0", "ref:1")}
+ULPS = {"f64": 2.0**-50, "f32": 2.0**-21, "f16": 2.0**-9, "bf16": 2.0**-6}  # of a result, relative to the sum of magnitudes
+
+
+def run(g: rlx.Graph, feeds: dict[str, np.ndarray], device: str = "cpu", **options: Any) -> list[np.ndarray]:
+    return SESSIONS[device].compile(g, rlx.CompileOptions(**options)).run(feeds)
+
+
+def array(rng: Generator, dims: tuple[int, ...], dtype: str) -> np.ndarray:
+    if (d := as_dtype(dtype)).is_int:
+        return rng.integers(-9 if d.kind == "i" else 0, 9, dims).astype(d.numpy)
+    return rng.normal(size=dims).astype(d.numpy)
+
+
+def wide(x: np.ndarray) -> torch.Tensor:
+    """In float64, or int64."""
+    return torch.from_numpy(x.astype(np.int64 if np.issubdtype(x.dtype, np.integer) else np.float64))
+
+
+def sizes(rng: Generator, spatial: int) -> dict[str, tuple[int, ...]]:
+    """Random strides, padding and dilation."""
+    ends = {"strides": (1, 4), "low": (0, 4), "high": (0, 4), "dilation": (1, 3)}
+    return {name: tuple(map(int, rng.integers(*ends[name], spatial))) for name in ends}
+
+
+def random_conv(seed: int) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
+    """Attributes, and the dims of x, w and b."""
+    rng = np.random.default_rng(seed)
+    spatial, groups = int(rng.integers(1, 4)), int(rng.choice([1, 1, 2, 3]))
+    inner, each = int(rng.choice([1, 2, 3, 8])), int(rng.choice([1, 2, 5, 16]))
+    attrs = sizes(rng, spatial) | {"groups": groups, "channels_last": bool(rng.random() < 0.5)}
+    window = tuple(map(int, rng.integers(1, 4, spatial)))
+    least = [max(1, (k - 1) * d + 1 - a - b) for k, d, a, b in zip(window, *(attrs[n] for n in ("dilation", "low", "high")))]
+    dims = tuple(int(n + rng.integers(0, 7)) for n in least)
+    batch, channels, out = int(rng.integers(0 if seed % 7 == 0 else 1, 4)), groups * inner, groups * each
+    if attrs["channels_last"]:
+        return attrs, [(batch, *dims, channels), (*window, inner, out), (out,)]
+    return attrs, [(batch, channels, *dims), (out, inner, *window), (out,)]
+
+
+def conv_graph(attrs: dict[str, Any], dims: list[tuple[int, ...]], dtypes: list[str], bias: bool) -> rlx.Graph:
+    g = rlx.Graph("conv")
+    operands = [g.input(name, d, t) for name, d, t in zip("xwb" if bias else "xw", dims, dtypes)]
+    g.set_outputs([rlx.conv(*operands, **attrs)])
+    return g
+
+
+def attributes(g: rlx.Graph) -> Any:
+    return g.outputs[0].node.attrs
+
+
+# -- conv ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_convolutions_are_those_of_torch(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    attrs, dims = random_conv(seed)
+    dtype = str(rng.choice(["f32", "f32", "f64", "f16", "bf16", "i32"]))
+    g = conv_graph(attrs, dims, [dtype] * 3, bias=seed % 2 == 0)
+    feeds = {name: array(rng, d, dtype) for name, d in zip("xwb"[: len(g.inputs)], dims)}
+    operands = [wide(a) for a in feeds.values()]
+    want = conv_oracles.conv(attributes(g), *operands).numpy()
+    bound = conv_oracles.conv(attributes(g), *map(torch.abs, operands)).numpy() * ULPS.get(dtype, 0)
+    for device in ("cpu", "ref:0") if seed % 3 else SESSIONS:
+        (found,) = run(g, feeds, device)
+        assert found.shape == want.shape and found.dtype == feeds["x"].dtype
+        assert (np.abs(found.astype(want.dtype) - want) <= bound).all(), device
+
+
+@pytest.mark.parametrize("device", SESSIONS)
+@pytest.mark.parametrize("groups", [1, 3, 6])
+def test_bytes_give_exact_sums_of_32_bits(groups: int, device: str) -> None:
+    rng = np.random.default_rng(groups)
+    x = rng.integers(0, 256, (2, 6, 9, 7)).astype(np.uint8)
+    w = rng.integers(-128, 128, (12, 6 // groups, 3, 3)).astype(np.int8)
+    g = conv_graph({"low": 1, "high": 1, "groups": groups}, [x.shape, w.shape], ["u8", "i8"], bias=False)
+    (found,) = run(g, {"x": x, "w": w}, device)
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(found, conv_oracles.conv(attributes(g), wide(x), wide(w)).numpy())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", "tf32"])
+def test_a_precision_narrows_a_convolution_or_keeps_it(precision: str) -> None:
+    rng = np.random.default_rng(1)
+    x, w = array(rng, (1, 9, 9, 8), "f32"), array(rng, (3, 3, 8, 16), "f32")
+    g = rlx.Graph("conv")
+    g.set_outputs([rlx.conv(g.input("x", x.shape, "f32"), g.param("w", w.shape, "f32"), channels_last=True)])
+    compiled = SESSIONS["cpu"].compile(g, rlx.CompileOptions(precision=precision))
+    compiled.set_params({"w": w})
+    (found,) = compiled.run({"x": x})
+    want = conv_oracles.conv(attributes(g), wide(x), wide(w)).numpy()
+    assert found.dtype == np.float32 and np.abs(found - want).max() < 0.1 * np.abs(want).max()
+    assert (np.abs(found - want).max() > 1e-4) == (precision == "bf16")  # windows are not rounded to 8 bits
+
+
+def test_a_cast_stands_in_front_of_the_windows() -> None:
+    """Nine copies of each element would be rounded, one is."""
+    g = rlx.Graph("conv")
+    g.set_outputs([rlx.conv(g.input("x", (1, 9, 9, 8), "f32"), g.param("w", (3, 3, 8, 16), "f32"), channels_last=True)])
+    casts = [s.kernel for s in SESSIONS["ref:1"].compile(g, rlx.CompileOptions(precision="bf16")).program().steps]
+    assert [b.size for k in casts for b in k.buffers if b.dtype.name == "bf16" and b.writable] == [9 * 9 * 8]
+
+
+def test_a_batch_may_have_a_name_and_be_part_of_a_bucket() -> None:
+    rng = np.random.default_rng(0)
+    x, w, b = (array(rng, d, "f32") for d in ((3, 4, 7, 8), (6, 2, 3, 3), (6,)))
+    g = conv_graph({"groups": 2, "strides": 2, "low": 1}, [("n", 4, 7, 8), w.shape, b.shape], ["f32"] * 3, bias=True)  # type: ignore[list-item]
+    want = conv_oracles.conv(attributes(g), wide(x), wide(w), wide(b)).numpy()
+    (found,) = run(g, {"x": x, "w": w, "b": b}, dims={"n": 3})
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
+    compiled = SESSIONS["cpu"].compile(g, rlx.CompileOptions().bind_extent("n", 8))
+    compiled.set_active_extent((3, 8))
+    (found,) = compiled.run({"x": np.concatenate([x, np.full((5, *x.shape[1:]), np.nan, np.float32)]), "w": w, "b": b})
+    np.testing.assert_allclose(found[:3], want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_traced_function_may_convolve() -> None:
+    rng = np.random.default_rng(0)
+    x, w = array(rng, (1, 3, 8, 8), "f32"), array(rng, (4, 3, 3, 3), "f32")
+    attrs = {"low": (1, 0), "high": (1, 2)}
+    found = rlx.jit(lambda x, w: rlx.relu(rlx.conv(x, w, **attrs)))(x, w)
+    g = conv_graph(attrs, [x.shape, w.shape], ["f32"] * 2, bias=False)
+    want = conv_oracles.conv(attributes(g), wide(x), wide(w)).clamp(min=0).numpy()
+    np.testing.assert_allclose(np.asarray(found), want, rtol=1e-4, atol=1e-5)
+
+
+REFUSED: dict[str, tuple[type[RlxError], str, list[Any], dict[str, Any]]] = {
+    "a window larger than the padded input": (
+        ShapeError, "spatial dim 1, 3 wide, spans 5 elements, the dim has 4", [(1, 2, 5, 3), (4, 2, 3, 3)],
+        {"low": (0, 1), "dilation": (1, 2)},
+    ),
+    "other channels": (ShapeError, "x has 3 channels, the weights take 2 in each of 2", [(1, 3, 5), (4, 2, 3)], {"groups": 2}),
+    "groups that do not divide the result": (ShapeError, "5 channels of the result", [(1, 4, 5), (5, 2, 3)], {"groups": 2}),
+    "another rank": (ShapeError, "1 to 3 spatial dims", [(1, 3, 5, 5), (4, 3, 3)], {}),
+    "no spatial dims": (ShapeError, "1 to 3 spatial dims", [(1, 3), (4, 3)], {}),
+    "a bias of another length": (ShapeError, r"the bias must be \[4\]", [(1, 3, 5), (4, 3, 3), (3,)], {}),
+    "a spatial dim without a size": (ShapeError, "spatial dim 0 needs a known size, the dim is n", [(1, 3, "n"), (4, 3, 3)], {}),
+    "too many strides": (AttributeValueError, "strides must be one number, or one for each of the 1", [(1, 3, 5), (4, 3, 3)],
+                         {"strides": (1, 2)}),
+    "a stride of 0": (AttributeValueError, "strides has numbers of at least 1", [(1, 3, 5), (4, 3, 3)], {"strides": 0}),
+    "negative padding": (AttributeValueError, "low has numbers of at least 0", [(1, 3, 5), (4, 3, 3)], {"low": -1}),
+    "no groups": (AttributeValueError, "groups is at least 1", [(1, 3, 5), (4, 3, 3)], {"groups": 0}),
+    "no elements in a window": (ShapeError, "spatial dim 0, 0 wide, has no elements", [(1, 3, 5), (4, 3, 0)], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_convolution_says_what_is_wrong(name: str) -> None:
+    error, text, dims, attrs = REFUSED[name]
+    with pytest.raises(error, match=text):
+        conv_graph(attrs, dims, ["f32"] * 3, bias=len(dims) == 3)
+
+
+def test_operands_of_other_dtypes_are_refused() -> None:
+    with pytest.raises(DTypeError, match="not multiplied"):
+        conv_graph({}, [(1, 3, 5), (4, 3, 3)], ["f32", "i32"], bias=False)
+    with pytest.raises(DTypeError, match="does not hold a bias of f64"):
+        conv_graph({}, [(1, 3, 5), (4, 3, 3), (4,)], ["f32", "f32", "f64"], bias=True)
+
+
+def test_dims_beyond_any_memory_are_refused() -> None:
+    g = conv_graph({"low": 1 << 61}, [(1, 2, 5), (4, 2, 1)], ["f32"] * 2, bias=False)
+    with pytest.raises(RlxError, match="more than any memory"):
+        run(g, {"x": np.zeros((1, 2, 5), np.float32), "w": np.zeros((4, 2, 1), np.float32)})
+
+
+# -- windows -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", SESSIONS)
+def test_windows_over_views_are_read_in_place_or_copied_once(device: str) -> None:
+    """Of a slice, a transpose, a reverse (which no stride expresses), and windows of windows."""
+    x = np.arange(5 * 12.0, dtype=np.float32).reshape(5, 12)
+    g = rlx.Graph("views")
+    v = g.input("x", x.shape, "f32")
+    views = [v[1:4, ::2], v.T, v[::-1, 3:], rlx.windows(v, (3,), (1,))[:, ::3]]
+    g.set_outputs([rlx.windows(y, (2, 3), (0, 1), strides=(1, 2)) + 1.0 for y in views])
+    arrays = [x[1:4, ::2], x.T, x[::-1, 3:], np.lib.stride_tricks.sliding_window_view(x, 3, 1)[:, ::3]]
+    for y, found in zip(arrays, run(g, {"x": x}, device)):
+        attrs = SimpleNamespace(window=(2, 3), axes=(0, 1), strides=(1, 2), dilation=(1, 1))
+        np.testing.assert_array_equal(found, conv_oracles.windows(attrs, torch.from_numpy(y.copy())).numpy() + 1)
+
+
+def test_refused_windows_say_what_is_wrong() -> None:
+    g = rlx.Graph("g")
+    x = g.input("x", (5, "n"), "f32")
+    with pytest.raises(ShapeError, match="a window along axis 0 spans 7 elements, the dim has 5"):
+        rlx.windows(x, (3,), (0,), dilation=(3,))
+    with pytest.raises(ShapeError, match="a window along axis 1 needs a known size"):
+        rlx.windows(x, (3,), (1,))
+    with pytest.raises(AttributeValueError, match="name one dim twice"):
+        rlx.windows(x, (2, 2), (0, -2))
+    with pytest.raises(AttributeValueError, match="window must have 2 numbers"):
+        rlx.windows(x, (2,), (0, 1))
