@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rlx.backends import is_available
     from rlx.driver import Buffer, BufferHandle, Device
     from rlx.errors import RlxError
-    from rlx.frontends.load import load
+    from rlx.frontends.load import from_onnx, load
     from rlx.ir import functions as _functions
     from rlx.ir import ops
     from rlx.ir.functions import *  # noqa: F403  numpy's functions made of ops
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
         "DTYPES", "OPS", "BucketedCompileCache", "Buffer", "BufferHandle", "CompileCache", "CompileOptions", "CompiledGraph",
         "DType", "Device", "Dim", "ExpertPool", "Graph", "Node", "Partitioned", "RlxError", "Session", "Shape", "Split",
         "Value", "as_dtype", "bf16", "bool_", "c64", "compile", "constant", "errors", "f16", "f32", "f64", "f8e4m3", "f8e5m2",
-        "i16", "i32", "i64", "i8", "is_available", "jit", "load", "models", "ops", "partition", "power_of_two_ladder", "save",
-        "u16", "u32", "u64", "u8",
+        "from_onnx", "i16", "i32", "i64", "i8", "is_available", "jit", "load", "models", "ops", "partition",
+        "power_of_two_ladder", "save", "u16", "u32", "u64", "u8",
     ]  # fmt: skip
     __all__ += ops.__all__
     __all__ += _functions.__all__
@@ -69,7 +69,7 @@ _HOMES = {  # module -> the other names that it provides
     "rlx.backends": "is_available",
     "rlx.driver": "Buffer BufferHandle Device",
     "rlx.errors": "RlxError",
-    "rlx.frontends.load": "load",
+    "rlx.frontends.load": "from_onnx load",
     "rlx.ir": "DTYPES DType Dim Graph Node OPS Shape Value as_dtype bf16 bool_ c64 constant f16 f32 f64 f8e4m3 f8e5m2 "
     "i16 i32 i64 i8 ops u16 u32 u64 u8",
     "rlx.ir.placement": "Split",

@@ -350,11 +350,8 @@ def test_files_of_other_users(made, monkeypatch):
 
 def test_what_is_no_artifact(made, tmp_path):
     (tmp_path / "text").write_text("hello")
-    (tmp_path / "net.onnx").write_bytes(b"\x08\x07")
     with pytest.raises(ModelError, match="neither an artifact of rlx nor a GGUF file"):
         rlx.load(tmp_path / "text")
-    with pytest.raises(Unsupported, match="ONNX files are not read"):
-        rlx.load(tmp_path / "net.onnx")
     with pytest.raises(ModelError, match="cannot be opened: No such file"):
         ArtifactFile(tmp_path / "missing.rlx")
     with pytest.raises(ModelError, match="is not a regular file"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import import_module
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from rlx.runtime.artifact import ArtifactFile, begins_with, graphs_of
 if TYPE_CHECKING:
     from rlx.frontends.embedding import EmbeddingModel
     from rlx.frontends.language import LanguageModel
+    from rlx.ir.graph import Graph
 
 OF_EXPERTS = ("expert_budget", "expert_policy", "expert_profile", "record_experts")  # arguments of the models
 FROM_FILE = ("device", "threads", "trust", "verify")  # arguments of ArtifactFile
@@ -25,6 +28,7 @@ def load(path: str | PathLike[str], **how: Any) -> Any:
       the model, ready to run, without the compiler. `device`, `threads`, `verify`, `trust`: see rlx.runtime.artifact. `model`:
       where the weights are, for a model saved without them. The file holds machine code: one that another user could have
       written is an UntrustedFileError, unless `trust` is True.
+    - an .onnx file: an OnnxModel, which compiles for the dims of its inputs when they first come. `session`, `device`, `options`.
     - a Hugging Face folder or a .gguf file, or the name of one on the Hub (ORG/NAME, ORG/NAME/FILE.gguf): an EmbeddingModel for
       encoders of BERT type, else a LanguageModel. They compile when they first run. `how`: arguments of the class.
 
@@ -32,7 +36,7 @@ def load(path: str | PathLike[str], **how: Any) -> Any:
     if begins_with(path := model_path(path)):
         return _stored(path, **how)
     if path.suffix == ".onnx":
-        raise Unsupported(f"{path}: ONNX files are not read in this version; give a Hugging Face folder, or build the graph")
+        return _package(str(path)).OnnxModel(path, **how)
     if path.is_file() and path.suffix != ".gguf" and not begins_with(path, b"GGUF"):
         raise ModelError(f"{path} is neither an artifact of rlx nor a GGUF file: it begins with neither mark")
     from rlx.frontends.embedding import ENCODERS, EmbeddingModel
@@ -50,6 +54,27 @@ def load(path: str | PathLike[str], **how: Any) -> Any:
     if path.is_dir() and family not in (*FAMILIES,):
         raise ModelError(f"{path}: model_type {family!r} is not supported; supported: {known((*ENCODERS, *FAMILIES))}")
     return LanguageModel(path, **how)
+
+
+def from_onnx(
+    model: Any, dims: Mapping[str, int] | None = None, values: Mapping[str, Any] | None = None,
+) -> Graph:  # fmt: skip
+    """The graph of an ONNX model: a path, the bytes of a file, or an onnx.ModelProto. Its weights are set when it is compiled.
+
+    `dims`: sizes of named dims; the others stay names, where the model's operators allow that. `values`: contents of inputs that
+    must be known before a run (axes, sizes); a Shape for an input without declared dims, a list of them for a sequence.
+
+    ModelError: the file is damaged, or contradicts itself. Unsupported: lists every node that is refused."""
+    return _package("the model").from_onnx(model, dims, values)
+
+
+def _package(asked: str) -> Any:
+    try:
+        return import_module("rlx.frontends.onnx")
+    except ModuleNotFoundError as e:
+        if e.name != "onnx":
+            raise
+        raise Unsupported(f"{asked} is read with the package onnx, which is not installed: pip install 'rlx[onnx]'") from None
 
 
 def load_encoder(path: str | PathLike[str], **how: Any) -> EmbeddingModel:
@@ -102,4 +127,4 @@ def _stored(
     return found
 
 
-__all__ = ["load", "load_decoder", "load_encoder"]
+__all__ = ["from_onnx", "load", "load_decoder", "load_encoder"]

@@ -235,7 +235,7 @@ class BucketedCompileCache(Buckets):
         self.cache = CompileCache(max_bytes)
         self.params, self.handles = store_of(params) or ParamStore(), handles or HandleStore()
         self._session, self._options = session or Session(), with_more(options, more)
-        self._given: dict[str, np.ndarray] = {}
+        self._given: dict[str, np.ndarray] = dict(graph.weights)
         self._keys: dict[int, Key] = {}  # by bucket: saves a fingerprint of the graph at every run
         self._current: dict[int, tuple[CompiledGraph, int]] = {}  # by bucket: the generation of the weights that are set in it
         self._lock = Lock()

@@ -68,8 +68,8 @@ class Session(Shown):
         **more: Any,
     ) -> CompiledGraph:
         """Compile `graph` to an executable. `more`: fields of CompileOptions, changed in `options`. `params`: weights shared with
-        another compile (compiled.params). `handles`: states shared in the same way (compiled.handles); InputShapeError if one of
-        them has another shape there.
+        another compile (compiled.params); None: those that came with the graph (Graph.weights) are set. `handles`: states shared
+        in the same way (compiled.handles); InputShapeError if one of them has another shape there.
 
         Raises VerifyError, CompileError, OptionError or UnboundDimError. The graph is never changed. A graph with collectives
         waits at a barrier for the other ranks, which may raise CallMismatchError (a rank compiled other collectives),
@@ -91,10 +91,13 @@ class Session(Shown):
         collects = gc.isenabled()
         gc.disable()  # a compile makes little garbage, and collection would take a tenth of the time
         try:
-            return self._build(graph, options, params, handles)
+            compiled = self._build(graph, options, params, handles)
         finally:
             if collects:
                 gc.enable()
+        if params is None and graph.weights:
+            compiled.set_params({name: array for name, array in graph.weights.items() if name in compiled.missing_params()})
+        return compiled
 
     def plan(self, graph: Graph, options: CompileOptions | None = None, **more: Any) -> MemoryPlan:
         """The memory plan that an executable would have, without its code and scratch. Allocates no memory for it."""

@@ -10,6 +10,7 @@ import onnx
 from onnx import numpy_helper
 
 from rlx.frontends.onnx.call import Call
+from rlx.frontends.onnx.structure import opsets
 from rlx.ir.node import Value
 
 
@@ -35,8 +36,9 @@ def of_schema(call: Call) -> Body | None:
         schema: Any = onnx.defs.get_schema(call.op, call.opset, call.domain)
     except onnx.defs.SchemaError:
         return None
+    defaults = {name: a.default_value for name, a in schema.attributes.items() if a.default_value.name}
     if schema.has_function:
-        return _body(schema.function_body, call, {"": schema.since_version})
+        return _body(schema.function_body, call, {"": schema.since_version}, defaults)
     if not schema.has_context_dependent_function:
         return None
     versions = schema.context_dependent_function_opset_versions
@@ -46,7 +48,7 @@ def of_schema(call: Call) -> Body | None:
     node.attribute.extend(_protos(call).values())
     types = [_type(x).SerializeToString() for x in call.inputs]
     found = schema.get_context_dependent_function_with_opset_version(version, node.SerializeToString(), types)
-    return _body(onnx.FunctionProto.FromString(found), call, {"": version}) if found else None
+    return _body(onnx.FunctionProto.FromString(found), call, {"": version}, defaults) if found else None
 
 
 def why_unknown(call: Call) -> str:
@@ -57,14 +59,11 @@ def why_unknown(call: Call) -> str:
     return f"operator {name} of opset {call.opset} is not supported"
 
 
-def _body(proto: onnx.FunctionProto, call: Call, around: Mapping[str, int]) -> Body:
-    defaults = {a.name: a for a in proto.attribute_proto}
-    return Body(proto, {**around, **opsets(proto)}, {**defaults, **_protos(call)})
-
-
-def opsets(proto: onnx.ModelProto | onnx.FunctionProto) -> dict[str, int]:
-    """The version of each domain."""
-    return {"" if o.domain == "ai.onnx" else o.domain: o.version for o in proto.opset_import}
+def _body(
+    proto: onnx.FunctionProto, call: Call, around: Mapping[str, int], defaults: Mapping[str, onnx.AttributeProto] | None = None
+) -> Body:
+    own = {a.name: a for a in proto.attribute_proto}
+    return Body(proto, {**around, **opsets(proto)}, {**(defaults or {}), **own, **_protos(call)})
 
 
 def _protos(call: Call) -> dict[str, onnx.AttributeProto]:

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx
 
-from rlx.errors import GraphError, RlxError, Unsupported
+from rlx.errors import GraphError, RlxError, UnknownNameError, Unsupported, known
 from rlx.frontends.onnx import functions
 from rlx.frontends.onnx.call import Call, NotKnown, Operand, Refused
-from rlx.frontends.onnx.proto import Source, attribute, numpy_type, stored
+from rlx.frontends.onnx.proto import Source, numpy_type, stored
+from rlx.frontends.onnx.structure import opsets
 from rlx.frontends.onnx.table import find
 from rlx.ir.dtype import as_dtype
 from rlx.ir.evaluate import evaluate_node
@@ -117,7 +118,7 @@ class GraphScope:
                 domain = "" if node.domain == "ai.onnx" else node.domain
                 call = Call(self, node.op_type, domain, self.opset(domain), inputs, list(node.output), {}, where)
                 call.overload, call.protos = node.overload, protos
-                call.attrs = {name: attribute(a) for name, a in protos.items()}
+                call.attrs = {name: self.importer.source.attribute(a) for name, a in protos.items()}
                 results = self.applied(call)
         except Skipped:
             pass
@@ -187,7 +188,7 @@ class Importer:
     def run(self) -> Graph:
         """The graph. NotKnown and Unsupported are not raised: see `wanted` and `refusals`."""
         proto = self.source.model.graph
-        scope = GraphScope(self, None, functions.opsets(self.source.model))
+        scope = GraphScope(self, None, opsets(self.source.model))
         try:
             for info in self.source.inputs:
                 scope.names[info.name] = self.input(info.name, info.type, self.given.get(info.name, Ellipsis))
@@ -222,10 +223,11 @@ class Importer:
             return [self.input(f"{name}.{i}", kind.sequence_type.elem_type, x) for i, x in enumerate(given)]
         if not kind.HasField("tensor_type"):
             raise Refused(f"input {name!r} is no tensor, sequence or optional: maps and sparse tensors are not supported")
-        if isinstance(given, np.ndarray):
-            return given
         code = kind.tensor_type.elem_type
-        dtype = as_dtype(stored(numpy_type(code, f"input {name!r}")))
+        host = numpy_type(code, f"input {name!r}")
+        if given is not Ellipsis and not isinstance(given, Shape):
+            return np.asarray(given, host)
+        dtype = as_dtype(stored(host))
         if given is Ellipsis:
             if not kind.tensor_type.HasField("shape"):
                 raise Refused(f"input {name!r} has no declared rank: give its dims when the model is imported")
@@ -377,8 +379,10 @@ def from_onnx(
 
     ModelError: the file is damaged. Unsupported: lists every node that is refused."""
     source = model if isinstance(model, Source) else Source(model)
-    given = {k: v if isinstance(v, (Shape, list, type(None))) else np.asarray(v) for k, v in (values or {}).items()}
-    importer = Importer(source, dims or {}, given)
+    if extra := (values or {}).keys() - {i.name for i in source.inputs}:
+        have = known(i.name for i in source.inputs)
+        raise UnknownNameError(f"{source.name}: the model has no input {known(extra)}; it has {have}")
+    importer = Importer(source, dims or {}, values or {})
     graph = importer.run()
     check(importer)
     return graph

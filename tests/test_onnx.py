@@ -1,0 +1,261 @@
+"""ONNX models: reading files, the structure of models, what is compiled in, and running."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import rlx
+from rlx.driver.files import mapping
+from rlx.errors import (
+    BindingError,
+    CorruptFileError,
+    InputDTypeError,
+    MissingInputError,
+    ModelError,
+    UnknownNameError,
+    Unsupported,
+)
+from rlx.frontends.onnx import OnnxModel
+from rlx.frontends.onnx.proto import Source
+
+F32, I64 = TensorProto.FLOAT, TensorProto.INT64
+RNG = np.random.default_rng(15)
+
+
+def info(name, dims=None, dtype=F32):
+    return helper.make_tensor_value_info(name, dtype, dims)
+
+
+def model(nodes, inputs, outputs, initialisers=(), opset=21, **more):
+    tensors = [numpy_helper.from_array(a, n) for n, a in dict(initialisers).items()]
+    graph = helper.make_graph(nodes, "net", inputs, outputs, tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10, **more)
+
+
+def linear(rows="n", width=300):
+    """x @ w + b, with a weight that is mapped."""
+    w, b = RNG.normal(size=(width, 5)).astype(np.float32), RNG.normal(size=5).astype(np.float32)
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Add", ["h", "b"], ["y"], name="last")]
+    return model(nodes, [info("x", [rows, width])], [info("y", [rows, 5])], {"w": w, "b": b}), w, b
+
+
+# -- files
+
+
+@pytest.mark.parametrize("give", [lambda m, p: m, lambda m, p: m.SerializeToString(), lambda m, p: p, lambda m, p: str(p)])
+def test_a_model_comes_from_a_path_from_bytes_or_as_a_proto(give, tmp_path):
+    proto, w, b = linear()
+    onnx.save(proto, tmp_path / "net.onnx")
+    x = RNG.normal(size=(3, 300)).astype(np.float32)
+    graph = rlx.from_onnx(give(proto, tmp_path / "net.onnx"), dims={"n": 3})
+    np.testing.assert_allclose(rlx.compile(graph)(x), x @ w + b, rtol=1e-4, atol=1e-5)
+    assert sorted(graph.weights) == ["b", "w"] and [p.name for p in graph.params] == ["w", "b"]
+
+
+def test_large_initialisers_of_a_file_are_mapped_and_not_copied(tmp_path):
+    proto, w, _ = linear()
+    onnx.save(proto, tmp_path / "net.onnx")
+    found = rlx.from_onnx(tmp_path / "net.onnx").weights["w"]
+    place = mapping(found)
+    assert place is not None and place[0].path == tmp_path / "net.onnx" and np.array_equal(found, w)
+    source = Source(tmp_path / "net.onnx")
+    assert source.model.ByteSize() < 400 < w.nbytes and source.model.graph.initializer[0].dims == [300, 5]
+
+
+def test_a_truncated_file_is_named_and_its_damage_placed(tmp_path):
+    data = linear()[0].SerializeToString()
+    for cut in (0, 1, 20, len(data) // 2, len(data) - 1):
+        (tmp_path / "cut.onnx").write_bytes(data[:cut])
+        with pytest.raises(ModelError, match=r"cut\.onnx"):
+            rlx.from_onnx(tmp_path / "cut.onnx")
+    (tmp_path / "text.onnx").write_text("no model at all, only words\n" * 50)
+    with pytest.raises(CorruptFileError, match="byte"):
+        rlx.from_onnx(tmp_path / "text.onnx")
+    with pytest.raises(ModelError, match="is missing"):
+        rlx.from_onnx(tmp_path / "absent.onnx")
+    with pytest.raises(ModelError, match="is a folder"):
+        rlx.from_onnx(tmp_path)
+
+
+def stored_outside(folder, location="w.bin", **changes):
+    """A model with its weight in another file; `changes` to the entries that say where it is."""
+    proto, w, b = linear()
+    onnx.save(proto, folder / "net.onnx", save_as_external_data=True, location="w.bin", size_threshold=1000)
+    kept = onnx.load(folder / "net.onnx", load_external_data=False)
+    (tensor,) = (t for t in kept.graph.initializer if t.data_location == TensorProto.EXTERNAL)
+    for entry in tensor.external_data:
+        entry.value = str({"location": location, **changes}.get(entry.key, entry.value))
+    onnx.save(kept, folder / "net.onnx")
+    return folder / "net.onnx", w, b
+
+
+def test_external_data_is_mapped_from_the_folder_of_the_model(tmp_path):
+    path, w, b = stored_outside(tmp_path)
+    graph = rlx.from_onnx(path, dims={"n": 2})
+    assert mapping(graph.weights["w"])[0].path == tmp_path / "w.bin"
+    x = np.ones((2, 300), np.float32)
+    np.testing.assert_allclose(rlx.compile(graph)(x), x @ w + b, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ModelError, match="give the model's path"):
+        rlx.from_onnx(path.read_bytes())
+
+
+@pytest.mark.parametrize("changes,message", [
+    ({"location": "../w.bin"}, "no path inside"), ({"location": "/etc/passwd"}, "no path inside"),
+    ({"location": ""}, "no path inside"), ({"location": "gone.bin"}, "is missing"),
+    ({"location": "link.bin"}, "a link to outside"), ({"offset": 8000}, "which has 6000"), ({"offset": -4}, "-4 on"),
+    ({"offset": "many"}, "many on"), ({"length": 10}, "takes 6000 bytes, and is given as 10"),
+])  # fmt: skip
+def test_external_data_stays_inside_the_folder_and_the_file(changes, message, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "outside.bin").write_bytes(bytes(6000))
+    os.symlink(tmp_path / "outside.bin", folder / "link.bin")
+    path, *_ = stored_outside(folder, **changes)
+    with pytest.raises(ModelError, match=message):
+        rlx.from_onnx(path)
+
+
+def test_links_of_a_cache_are_followed_where_model_and_data_lie_together(tmp_path):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir(), snapshot.mkdir()
+    stored_outside(blobs)
+    for name in ("net.onnx", "w.bin"):
+        os.symlink(blobs / name, snapshot / name)
+    assert rlx.from_onnx(snapshot / "net.onnx").weights["w"].shape == (300, 5)
+
+
+def test_sizes_of_tensors_are_compared_with_their_bytes():
+    proto, *_ = linear()
+    proto.graph.initializer[0].dims[:] = [300, 1 << 40]
+    with pytest.raises(CorruptFileError, match=r"'w' of float32\[300, 1099511627776\] takes \d+ bytes, and the file has 6000"):
+        rlx.from_onnx(proto)
+    proto.graph.initializer[0].CopyFrom(helper.make_tensor("w", F32, [300, 5], np.zeros(1500)))
+    proto.graph.initializer[0].dims[:] = [300, 6]
+    with pytest.raises(CorruptFileError, match="needs 1800 numbers in float_data, and has 1500"):
+        rlx.from_onnx(proto)
+
+
+# -- structure
+
+
+def test_every_fault_of_a_model_is_listed_at_once():
+    nodes = [
+        helper.make_node("Add", ["x", "late"], ["a"], name="first"), helper.make_node("Relu", ["a", "a"], ["late"]),
+        helper.make_node("Concat", ["x", "gone"], ["c"]), helper.make_node("Relu", ["x"], ["c"], slope=2),
+    ]  # fmt: skip
+    with pytest.raises(ModelError) as found:
+        rlx.from_onnx(model(nodes, [info("x", [2])], [info("c", [2]), info("none", [2])]))
+    for part in (
+        "node 0 Add 'first' reads 'late', which node 1 makes, which is not before it",
+        "node 1 Relu has 2 operands, and the operator 1", "node 2 Concat reads 'gone', which no node and no input makes",
+        "node 2 Concat: the attribute 'axis' is missing", "node 3 Relu has an attribute 'slope'",
+        "node 3 Relu makes 'c', which is made already", "the output 'none' is made by no node",
+    ):  # fmt: skip
+        assert part in str(found.value)
+
+
+def test_every_refused_node_is_listed_at_once():
+    nodes = [
+        helper.make_node("Frob", ["x"], ["a"], domain="my.domain", name="mine"), helper.make_node("Relu", ["a"], ["b"]),
+        helper.make_node("StringNormalizer", ["x"], ["c"], name="text"),
+    ]  # fmt: skip
+    with pytest.raises(Unsupported) as found:
+        rlx.from_onnx(model(nodes, [info("x", [2])], [info("b", [2]), info("c", [2])]))
+    assert "2 nodes are refused: node 0 Frob 'mine': operator my.domain.Frob is neither of ONNX" in str(found.value)
+    assert "node 2 StringNormalizer 'text': operator StringNormalizer of opset 21 is not supported" in str(found.value)
+
+
+def test_versions_that_onnx_does_not_know_are_refused():
+    proto = linear()[0]
+    proto.opset_import[0].version, proto.ir_version = 9999, 9999
+    with pytest.raises(ModelError, match="IR version 9999 is newer.*opset 9999 is newer than .*update onnx"):
+        rlx.from_onnx(proto)
+    with pytest.raises(ModelError, match="it has no graph"):
+        rlx.from_onnx(onnx.ModelProto())
+    text = model([helper.make_node("Identity", ["x"], ["y"])], [info("x", [2], TensorProto.STRING)], [info("y", None)])
+    with pytest.raises(Unsupported, match="elements of type STRING, which rlx does not have: text"):
+        rlx.from_onnx(text)
+
+
+def test_opsets_before_7_are_converted():
+    node = helper.make_node("Add", ["x", "b"], ["y"], broadcast=1, axis=0)
+    net = OnnxModel(model([node], [info("x", [2, 3])], [info("y", [2, 3])], {"b": np.float32([10, 20])}, opset=6))
+    assert net(np.zeros((2, 3), np.float32)).tolist() == [[10] * 3, [20] * 3]
+
+
+# -- running
+
+
+def test_a_model_is_compiled_once_for_each_signature_and_says_why():
+    proto, w, b = linear()
+    net = OnnxModel(proto)
+    for rows in (2, 3, 2):
+        x = RNG.normal(size=(rows, 300)).astype(np.float32)
+        np.testing.assert_allclose(net.run({"x": x})["y"], x @ w + b, rtol=1e-4, atol=1e-5)
+    assert net.reasons == ["first call", "x is float32[3,300], was float32[2,300]"]
+
+
+def test_inputs_that_hold_axes_are_compiled_in_and_compiled_again_when_they_change():
+    nodes = [helper.make_node("Reshape", ["x", "to"], ["h"]), helper.make_node("Neg", ["h"], ["y"])]
+    proto = model(nodes, [info("x", [2, 6]), info("to", [2], I64)], [info("y", None)])
+    net, x = OnnxModel(proto), np.arange(12, dtype=np.float32).reshape(2, 6)
+    for to in ([3, 4], [4, 3], [3, 4]):
+        assert np.array_equal(net(x, np.array(to)), -x.reshape(to))
+    assert net.reasons == ["first call", "to is int64[2] [4, 3], was int64[2] [3, 4]"]
+    with pytest.raises(Unsupported, match="node 0 Reshape needs the contents of operand 1.*input 'to': give values="):
+        rlx.from_onnx(proto)
+    assert rlx.from_onnx(proto, values={"to": [12, 1]}).outputs[0].shape == (12, 1)
+
+
+def test_arguments_are_checked():
+    net = OnnxModel(linear()[0])
+    x = np.zeros((1, 300), np.float32)
+    for given, error, message in (
+        ({"z": x}, UnknownNameError, "no input 'z'; it has 'x'"), ({}, MissingInputError, "no value for input 'x'"),
+        ({"x": x.astype(np.float64)}, InputDTypeError, "'x' is of float32, got an array of float64"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            net.run(given)
+    with pytest.raises(BindingError, match="1 inputs"):
+        net(x, x)
+
+
+def test_weights_that_came_with_a_graph_are_set_by_every_way_to_compile():
+    proto, w, b = linear()
+    graph = rlx.from_onnx(proto)
+    x = RNG.normal(size=(3, 300)).astype(np.float32)
+    for compiled in (
+        rlx.Session("cpu").compile(graph, dims={"n": 3}), rlx.compile(graph, dims={"n": "auto"}),
+        rlx.runtime.CompileCache().compile(rlx.Session("cpu"), graph, dims={"n": 3}),
+    ):  # fmt: skip
+        np.testing.assert_allclose(compiled.run({"x": x})[0], x @ w + b, rtol=1e-4, atol=1e-5)
+
+
+def test_functions_of_a_model_are_used_with_their_attributes():
+    body = [helper.make_node("Selu", ["a"], ["b"]), helper.make_node("Add", ["b", "a"], ["c"])]
+    body[0].attribute.append(onnx.AttributeProto(name="alpha", ref_attr_name="strength", type=onnx.AttributeProto.FLOAT))
+    f = helper.make_function("mine", "Twice", ["a"], ["c"], body, [helper.make_opsetid("", 21)], ["strength"])
+    proto = model([helper.make_node("Twice", ["x"], ["y"], domain="mine", strength=3.0)], [info("x", [2])], [info("y", [2])])
+    proto.opset_import.append(helper.make_opsetid("mine", 1))
+    proto.functions.append(f)
+    x = np.float32([-1, 2])
+    np.testing.assert_allclose(OnnxModel(proto)(x), x + 1.0507009873554805 * np.where(x > 0, x, 3 * np.expm1(x)), rtol=1e-6)
+
+
+def test_without_the_package_the_message_names_it(tmp_path, monkeypatch):
+    for name in [m for m in sys.modules if m == "rlx.frontends.onnx"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    monkeypatch.setattr("rlx.frontends.load.import_module", _absent)
+    with pytest.raises(Unsupported, match=r"net\.onnx is read with the package onnx, which is not installed: pip install"):
+        rlx.load(tmp_path / "net.onnx")
+
+
+def _absent(name):
+    raise ModuleNotFoundError("No module named 'onnx'", name="onnx")
