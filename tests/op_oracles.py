@@ -173,6 +173,16 @@ def scatter_add(attrs: Any, x: torch.Tensor, indices: torch.Tensor, updates: tor
     return x.index_add(attrs.axis, indices.reshape(-1), flat)
 
 
+def scatter_elements(case: Any, attrs: Any, x: np.ndarray, indices: np.ndarray, updates: np.ndarray) -> np.ndarray:
+    """By torch; where the last update stays, which torch leaves open, by Python's dict."""
+    if attrs.mode != "replace":
+        kind = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}[attrs.mode]
+        return torch.from_numpy(np.array(x)).scatter_reduce(attrs.axis, *map(torch.from_numpy, (indices, updates)), kind).numpy()
+    axis = attrs.axis % x.ndim
+    last = {(*at[:axis], int(i), *at[axis + 1 :]): updates[at] for at, i in np.ndenumerate(indices)}
+    return np.array([last.get(at, old) for at, old in np.ndenumerate(x)], x.dtype).reshape(x.shape)
+
+
 def quant_rows(case: Any, attrs: Any, w: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return dequantize(case, attrs, w)[ids.astype(int)]
 
@@ -433,6 +443,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "group_ends": plain(lambda sizes: torch.cumsum(sizes, 0)),
     "grouped_matmul": lambda c, a, x, w, sizes: segment_matmul(c, a, x, w, np.cumsum(sizes)),
     "gather": torch_(gather), "embedding": plain(lambda table, ids: F.embedding(ids, table)), "scatter_add": torch_(scatter_add),
+    "gather_elements": torch_(lambda a, x, i: torch.gather(x, a.axis, i)), "scatter_elements": scatter_elements,
     "copy": plain(torch.clone), "concat": torch_(lambda a, *xs: torch.cat(xs, a.axis)), "pad": torch_(padded),
     "iota": lambda c, a: np.fromfunction(lambda *at: at[a.axis], a.dims, dtype=np.int64),
     "relu": plain(torch.relu), "sigmoid": plain(torch.sigmoid), "silu": plain(F.silu),

@@ -27,7 +27,8 @@ GARBAGE = {"f": np.nan, "i": -77, "u": 251, "b": True, "c": np.nan}
 # What mixes rows in a way that no fill makes right; the rest of each op's axes go.
 REFUSED = {
     "argsort", "sort", "top_k", "threshold",  # where a row ends up depends on every other
-    "gather", "scatter_add", "take_rows", "update_rows", "embedding",  # rows looked up among those that hold no data
+    "gather", "gather_elements", "scatter_add", "scatter_elements", "take_rows", "update_rows",
+    "embedding",  # rows looked up among those that hold no data
     "attention", "attention_parts",  # positions that count from the last row
     "reshape", "concat", "iota",  # rows taken apart, or put behind others
     "random_bits", "random_uniform", "gumbel",  # each number depends on how many there are

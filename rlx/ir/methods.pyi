@@ -213,9 +213,6 @@ class Methods:
         be one."""
     def embedding(self, ids: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
         """Looks up rows of a table [entries, width], one per id."""
-    def scatter_add(self, indices: Operand, updates: Operand, /, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
-        """Adds `updates` to a copy of x at the given indices along `axis`; updates have the dims of gather(x, indices). An
-        index may repeat."""
     def concat(self, *operands: Operand, axis: int = 0, shape: Any = None, name: str | None = None) -> Value:
         """Concatenates the operands along `axis`."""
     def pad(self, /, low: int | Sequence[int], high: int | Sequence[int], value: float = 0.0, *, shape: Any = None, name: str | None = None) -> Value:
@@ -293,6 +290,16 @@ class Methods:
         """exp(x) / sum(exp(x)) along `axis`, stable: the maximum is subtracted first. A row of only -inf is NaN."""
     def log_softmax(self, /, axis: int = -1, *, shape: Any = None, name: str | None = None) -> Value:
         """log(softmax(x)) along `axis`, computed without loss of precision."""
+    def gather_elements(self, indices: Operand, /, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+        """Element by element, takes x at an index along `axis` and at its own place in all other dims, which may be fewer than
+        of x. An index out of range is an IndexRangeError."""
+    def scatter_elements(self, indices: Operand, updates: Operand, /, axis: int = 0, mode: Literal['replace', 'add', 'mul', 'max', 'min'] = 'replace', *, shape: Any = None, name: str | None = None) -> Value:
+        """Writes each update to a copy of x, at its index along `axis` and at its own place in all other dims, which may be
+        fewer than of x. `mode`: 'replace' (of several, the last one stays), or what combines it with the element there. An
+        index out of range is an IndexRangeError."""
+    def scatter_add(self, indices: Operand, updates: Operand, /, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+        """Adds `updates` to a copy of x at the given indices along `axis`; updates have the dims of gather(x, indices). An
+        index may repeat."""
     def update_rows(self, rows: Operand, at: Operand, /, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
         """Replaces rows of `state` by `rows`, starting at position `at` (an integer of dims ()) along `axis`. Rows that do not
         all fit are an IndexRangeError."""
@@ -368,3 +375,13 @@ class Methods:
     def outer(self, y: Operand) -> Value: """Every product of an element of x and one of y: [x.size, y.size]."""
     def dot(self, y: Operand) -> Value: """numpy's dot: a product by a number, or the sum over the last dim of x and the last but one of y."""
     def tensordot(self, y: Operand, axes: int | tuple[Sequence[int], Sequence[int]]=2) -> Value: """The sum of products over pairs of axes; over the last n of x and the first n of y: `axes=n`."""
+    def gather_nd(self, indices: Operand, batch_dims: int=0) -> Value: ...
+    def scatter_nd(self, indices: Operand, updates: Operand, mode: Literal['replace', 'add', 'mul', 'max', 'min']='replace') -> Value: ...
+    def one_hot(self, depth: int, axis: int=-1, on: Operand=1, off: Operand=0, dtype: DType | str='f32') -> Value: """`on` where the index along a new axis is x, else `off`; of an x outside 0 … depth-1, `off` everywhere."""
+    def reverse_sequence(self, lengths: Operand, axis: int=0, batch_axis: int=1) -> Value: """Along `axis`, the first `lengths[b]` elements of batch entry b in reverse order, and the others as they are."""
+    def nonzero(self, size: int | None=None) -> tuple[Value, Value]: ...
+    def compress(self, condition: Operand, axis: int | None=None, size: int | None=None) -> tuple[Value, Value]: ...
+    def unique(self, axis: int | None=None, sorted: bool=True, size: int | None=None) -> tuple[Value, Value, Value, Value, Value]: ...
+    def depth_to_space(self, block: int, order: Literal['dcr', 'crd']='dcr') -> Value: ...
+    def space_to_depth(self, block: int) -> Value: """x [batch, channels, height, width] with each block of pixels moved into the channels (block, block, depth)."""
+    def center_crop_pad(self, dims: int | Sequence[int], axes: int | Sequence[int] | None=None) -> Value: """x with these dims: the centre of it, or it in the centre of zeros. Of an odd difference, the larger part is at the end."""

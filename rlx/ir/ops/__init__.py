@@ -13,7 +13,7 @@ from rlx.ir.ops.elementwise import (
     neg, not_equal, pow, reciprocal, rem, round, rsqrt, shift_left, shift_right, sign, sin, sqrt, sub, tanh, trunc, where,
 )  # fmt: skip
 from rlx.ir.ops.experts import group_ends, group_rows, grouped_matmul, route, router, segment_matmul
-from rlx.ir.ops.index import concat, copy, embedding, gather, iota, pad, scatter_add
+from rlx.ir.ops.index import concat, copy, embedding, gather, iota, pad
 from rlx.ir.ops.norm import batch_norm, group_norm, layer_norm, rms_norm
 from rlx.ir.ops.order import argmax, argmin, argsort, cumsum, sort, top_few, top_k
 from rlx.ir.ops.quant import dequant_matmul, dequantize
@@ -22,6 +22,7 @@ from rlx.ir.ops.pack import pack
 from rlx.ir.ops.packed_rows import quant_rows
 from rlx.ir.ops.random import gumbel, random_bits, random_uniform, threshold
 from rlx.ir.ops.reduce import all, any, log_softmax, max, mean, min, prod, softmax, sum, variance
+from rlx.ir.ops.scatter import gather_elements, scatter_add, scatter_elements
 from rlx.ir.ops.state import take_rows, update_rows, valid_rows
 from rlx.ir.ops.trigonometry import acos, acosh, asin, asinh, atan, atanh, cosh, sinh, tan
 from rlx.ir.ops.view import broadcast_to, reshape, slice, split, squeeze, transpose, unsqueeze
@@ -34,15 +35,16 @@ astype, take = cast, gather  # numpy's names for the same constructors
 __all__ = [
     "abs", "acos", "acosh", "add", "all", "all_gather", "all_reduce", "all_to_all", "any", "argmax", "argmin", "argsort",
     "asin", "asinh", "astype", "atan", "atanh", "attention", "attention_parts", "batch_norm", "bitcast", "bitwise_and",
-    "bitwise_not", "bitwise_or", "bitwise_xor", "broadcast_rank", "broadcast_to", "cast", "ceil", "clip", "complex", "concat",
-    "conj", "conv", "copy", "cos", "cosh", "cumsum", "dequant_matmul", "dequantize", "div", "embedding", "equal", "erf",
-    "exchange", "exp", "expm1", "flatten_matmul", "floor", "floor_div", "gather", "gelu", "group_ends", "group_norm",
-    "group_rows", "grouped_matmul", "gumbel", "imag", "int8_matmul", "iota", "is_nan", "layer_norm", "less", "less_equal",
-    "linear", "log", "log1p", "log_softmax", "logical_and", "logical_not", "logical_or", "logical_xor", "matmul", "max",
-    "maximum", "mean", "min", "minimum", "mod", "mul", "multiply_add", "neg", "not_equal", "pack", "pack_quant", "pad", "pow",
-    "prod", "quant_rows", "random_bits", "random_uniform", "rank_slice", "real", "reciprocal", "reduce_scatter", "relu",
-    "rem", "reshape", "rms_norm", "rope", "round", "route", "router", "rsqrt", "scatter_add", "segment_matmul", "shift_left",
-    "shift_right", "sigmoid", "sign", "silu", "sin", "sinh", "slice", "softmax", "softplus", "sort", "split", "sqrt",
-    "squeeze", "sub", "sum", "take", "take_rows", "tan", "tanh", "threshold", "top_few", "top_k", "transpose", "trunc",
-    "unsqueeze", "update_rows", "valid_rows", "variance", "view_as_complex", "view_as_real", "where", "windows",
+    "bitwise_not", "bitwise_or", "bitwise_xor", "broadcast_rank", "broadcast_to", "cast", "ceil", "clip", "complex",
+    "concat", "conj", "conv", "copy", "cos", "cosh", "cumsum", "dequant_matmul", "dequantize", "div", "embedding", "equal",
+    "erf", "exchange", "exp", "expm1", "flatten_matmul", "floor", "floor_div", "gather", "gather_elements", "gelu",
+    "group_ends", "group_norm", "group_rows", "grouped_matmul", "gumbel", "imag", "int8_matmul", "iota", "is_nan",
+    "layer_norm", "less", "less_equal", "linear", "log", "log1p", "log_softmax", "logical_and", "logical_not", "logical_or",
+    "logical_xor", "matmul", "max", "maximum", "mean", "min", "minimum", "mod", "mul", "multiply_add", "neg", "not_equal",
+    "pack", "pack_quant", "pad", "pow", "prod", "quant_rows", "random_bits", "random_uniform", "rank_slice", "real",
+    "reciprocal", "reduce_scatter", "relu", "rem", "reshape", "rms_norm", "rope", "round", "route", "router", "rsqrt",
+    "scatter_add", "scatter_elements", "segment_matmul", "shift_left", "shift_right", "sigmoid", "sign", "silu", "sin",
+    "sinh", "slice", "softmax", "softplus", "sort", "split", "sqrt", "squeeze", "sub", "sum", "take", "take_rows", "tan",
+    "tanh", "threshold", "top_few", "top_k", "transpose", "trunc", "unsqueeze", "update_rows", "valid_rows", "variance",
+    "view_as_complex", "view_as_real", "where", "windows",
 ]  # fmt: skip

@@ -202,9 +202,6 @@ def gather(x: Operand, indices: Operand, /, axis: int = 0, *, shape: Any = None,
     not below the dim is an IndexRangeError on every backend if a result depends on its row; else it may or may not be one."""
 def embedding(table: Operand, ids: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
     """Looks up rows of a table [entries, width], one per id."""
-def scatter_add(x: Operand, indices: Operand, updates: Operand, /, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
-    """Adds `updates` to a copy of x at the given indices along `axis`; updates have the dims of gather(x, indices). An index
-    may repeat."""
 def concat(*operands: Operand | Sequence[Operand], axis: int = 0, shape: Any = None, name: str | None = None) -> Value:
     """Concatenates the operands along `axis`."""
 def pad(x: Operand, /, low: int | Sequence[int], high: int | Sequence[int], value: float = 0.0, *, shape: Any = None, name: str | None = None) -> Value:
@@ -284,6 +281,16 @@ def softmax(x: Operand, /, axis: int = -1, *, shape: Any = None, name: str | Non
     """exp(x) / sum(exp(x)) along `axis`, stable: the maximum is subtracted first. A row of only -inf is NaN."""
 def log_softmax(x: Operand, /, axis: int = -1, *, shape: Any = None, name: str | None = None) -> Value:
     """log(softmax(x)) along `axis`, computed without loss of precision."""
+def gather_elements(x: Operand, indices: Operand, /, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+    """Element by element, takes x at an index along `axis` and at its own place in all other dims, which may be fewer than of
+    x. An index out of range is an IndexRangeError."""
+def scatter_elements(x: Operand, indices: Operand, updates: Operand, /, axis: int = 0, mode: Literal['replace', 'add', 'mul', 'max', 'min'] = 'replace', *, shape: Any = None, name: str | None = None) -> Value:
+    """Writes each update to a copy of x, at its index along `axis` and at its own place in all other dims, which may be fewer
+    than of x. `mode`: 'replace' (of several, the last one stays), or what combines it with the element there. An index out
+    of range is an IndexRangeError."""
+def scatter_add(x: Operand, indices: Operand, updates: Operand, /, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+    """Adds `updates` to a copy of x at the given indices along `axis`; updates have the dims of gather(x, indices). An index
+    may repeat."""
 def update_rows(state: Operand, rows: Operand, at: Operand, /, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
     """Replaces rows of `state` by `rows`, starting at position `at` (an integer of dims ()) along `axis`. Rows that do not all
     fit are an IndexRangeError."""
@@ -385,6 +392,7 @@ __all__ = [
     "floor",
     "floor_div",
     "gather",
+    "gather_elements",
     "gelu",
     "group_ends",
     "group_norm",
@@ -439,6 +447,7 @@ __all__ = [
     "router",
     "rsqrt",
     "scatter_add",
+    "scatter_elements",
     "segment_matmul",
     "shift_left",
     "shift_right",

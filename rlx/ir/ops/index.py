@@ -1,4 +1,4 @@
-"""Indexing: gather, scatter_add, concat, pad, iota and copy."""
+"""Indexing: gather, concat, pad, iota and copy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rlx.errors import AttributeValueError, DTypeError, IndexRangeError, ShapeEr
 from rlx.ir.contexts import Applied, Coords, Lowering, Padded, PaddingPass, Parted, Partitioning
 from rlx.ir.declare import op
 from rlx.ir.dtype import DType, as_dtype, bool_, f32, i64, index_
-from rlx.ir.kernel import Check, Expr, Load, Loop, Loops, Stmt, Store, Var, const, k
+from rlx.ir.kernel import Expr, const, k
 from rlx.ir.node import Node, Value
 from rlx.ir.op import Attrs, Kind, Number, Sample
 from rlx.ir.ops.elementwise import less, less_equal, logical_and, where
-from rlx.ir.ops.rules import again, along, axis_of, halves, held, integer, joined, lines, others, permuted, same_dtype, static_dim
+from rlx.ir.ops.rules import again, along, axis_of, halves, held, integer, joined, others, permuted, same_dtype, static_dim
 from rlx.ir.placement import REPLICATED, Partial, Split
 from rlx.ir.shape import DimLike, Shape
 
@@ -33,7 +33,7 @@ def check_range(indices: np.ndarray, size: int, what: str) -> None:
         raise IndexRangeError(f"{what}: index {indices[at]} at {list(at)} is outside 0 … {size - 1}")
 
 
-# -- gather, embedding, scatter_add --------------------------------------------------------------------------------
+# -- gather, embedding --------------------------------------------------------------------------------
 
 
 def _gather_shape(attrs: AxisAttrs, x: Shape, indices: Shape) -> Shape:
@@ -47,14 +47,14 @@ def _gather_array(attrs: AxisAttrs, x: np.ndarray, indices: np.ndarray) -> np.nd
     return np.take(x, indices.astype(np.int64), axis=attrs.axis)
 
 
-def _in_range(index: Expr, size: int) -> Expr:
+def in_range(index: Expr, size: int) -> Expr:
     return k.and_(k.le(k.const(0), index), k.lt(index, k.const(size)))
 
 
 def picked(ctx: Lowering, indices: Value, coords: Coords, size: int) -> Expr:
     """The index at `coords`, clamped to 0 … size-1; an index out of range fails the run."""
     index = k.cast(ctx.element(indices, tuple(coords)), index_)
-    ctx.check(_in_range(index, size), INDEX_OUT_OF_RANGE)
+    ctx.check(in_range(index, size), INDEX_OUT_OF_RANGE)
     return k.min(k.max(index, k.const(0)), k.const(max(size - 1, 0)))
 
 
@@ -136,63 +136,6 @@ embedding = op(
 )  # fmt: skip
 
 
-def _scatter_shape(attrs: AxisAttrs, x: Shape, indices: Shape, updates: Shape) -> Shape:
-    same_dtype(x, updates)
-    want = _gather_shape(attrs, x, indices)
-    if updates.dims != want.dims:
-        raise ShapeError(f"the updates must be {want}, got {updates}")
-    return x
-
-
-def _scatter_array(attrs: AxisAttrs, x: np.ndarray, indices: np.ndarray, updates: np.ndarray) -> np.ndarray:
-    axis = attrs.axis % x.ndim
-    check_range(indices, x.shape[axis], "scatter_add")
-    out = np.array(np.moveaxis(x, axis, 0))
-    moved = np.moveaxis(updates, tuple(range(axis, axis + indices.ndim)), tuple(range(indices.ndim)))
-    np.add.at(out, indices.astype(np.int64), moved)
-    return np.moveaxis(out, 0, axis)
-
-
-def _scatter_rows(attrs: AxisAttrs, operand: int, axis: int, x: Shape, indices: Shape, updates: Shape) -> int | None:
-    at = axis_of(attrs.axis, x.rank)
-    there = axis - (indices.rank - 1) * (axis >= at + indices.rank) if operand == 2 else axis
-    return None if operand == 1 or (operand == 2 and at <= axis < at + indices.rank) or there == at else there
-
-
-def _scatter_kernel(ctx: Lowering, node: Applied[AxisAttrs]) -> Loops:
-    """For each line of x along the axis: copy it to local memory, add the updates in order, write it out."""
-    x, indices, updates = node.inputs
-    axis, index_dims = axis_of(node.attrs.axis, x.rank), ctx.dims(indices)
-    grid, at = lines(ctx.dims(x), axis)
-    size, i, j, picks = ctx.dims(x)[axis], Var("i"), Var("j"), [Var("s") for _ in index_dims]
-    line = ctx.local(x.dtype.compute, size)
-    index = k.cast(ctx.element(indices, tuple(picks)), index_)
-    inside = _in_range(index, size)
-    safe = k.select(inside, index, k.const(0))
-    around = at(None)
-    total = k.add(Load(line, safe, inside), ctx.element(updates, (*around[:axis], *picks, *around[axis:])))
-    body: tuple[Stmt, ...] = (Check(inside, INDEX_OUT_OF_RANGE), Store(line, safe, total, inside))
-    for pick, extent in reversed(list(zip(picks, index_dims))):
-        body = (Loop(pick, extent, body),)
-    copy_in = Loop(i, size, (Store(line, i, ctx.element(x, at(i))),))
-    copy_out = Loop(j, size, (ctx.store(0, at(j), Load(line, j)),))
-    return grid, (copy_in, *body, copy_out)
-
-
-scatter_add = op(
-    "scatter_add", kind=Kind.KERNEL, infer=_scatter_shape, attrs=AxisAttrs, arity=(3, 3), dtypes="fiu", roles="xix",
-    reference=_scatter_array, kernel=_scatter_kernel, rows=_scatter_rows,
-    samples=(
-        Sample(((5, 17), (4,), (4, 17)), low=0, high=5, dtypes=("", "i64", "")),
-        Sample(((3, 5, 2), (2, 3), (3, 2, 3, 2)), {"axis": 1}, low=0, high=5, dtypes=("", "i32", "")),
-        Sample(((7,), (33,), (33,)), low=0, high=7, dtypes=("", "i64", "")),
-        Sample(((4, 3), (0,), (0, 3)), low=0, high=4, dtypes=("", "i64", "")),
-    ),
-    doc="Adds `updates` to a copy of x at the given indices along `axis`; updates have the dims of gather(x, indices). An index "
-    "may repeat.",
-)  # fmt: skip
-
-
 # -- concat, pad ---------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +158,7 @@ def _concat_element(ctx: Lowering, node: Applied[AxisAttrs], result: int, coords
     for value in node.inputs:
         size = ctx.dims(value)[axis]
         own = k.sub(position, k.const(start))
-        guard = _in_range(own, size)
+        guard = in_range(own, size)
         if size:
             picks.append((start + size, ctx.element(value, (*coords[:axis], own, *coords[axis + 1 :]), guard)))
         start += size
