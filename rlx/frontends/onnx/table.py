@@ -11,7 +11,9 @@ from importlib import import_module
 from typing import Any
 
 Handler = Callable[..., Any]  # (Call) -> results
-_FILES = ("activation", "attention", "contract", "elementwise", "index", "norm", "reduce", "shape")  # of rlx/frontends/onnx/ops
+_FILES = (  # of rlx/frontends/onnx/ops
+    "activation", "attention", "contract", "elementwise", "index", "norm", "random", "reduce", "shape", "training",
+)  # fmt: skip
 _TABLE: dict[tuple[str, str], dict[int, Handler]] = {}
 
 

@@ -126,7 +126,7 @@ def cast(n: Call) -> Value:
 
 @handler("CastLike")
 def cast_like(n: Call) -> Value:
-    return cast_to(n, n.value(0), n.dtype(1))
+    return cast_to(n, n.value(0), dtype_of(n, n.element_type(1)))
 
 
 @handler("BitCast")
