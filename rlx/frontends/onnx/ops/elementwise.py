@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import reduce
 
+import numpy as np
 import onnx
 
 from rlx.errors import DTypeError
@@ -12,7 +13,7 @@ from rlx.frontends.onnx.call import Call
 from rlx.frontends.onnx.table import handler
 from rlx.ir import ops
 from rlx.ir.dtype import DType, as_dtype, bool_, f8e4m3, f64, u8
-from rlx.ir.node import Value
+from rlx.ir.node import Value, constant
 
 _ONE = {
     "Abs": ops.abs, "Neg": ops.neg, "Exp": ops.exp, "Log": ops.log, "Sqrt": ops.sqrt, "Sin": ops.sin, "Cos": ops.cos,
@@ -60,8 +61,11 @@ def bit_shift(n: Call) -> Value:
 
 @handler("Pow", since=7)
 def power(n: Call) -> Value:
-    """The result has the dtype of the base."""
-    x, y = n.value(0), n.value(1)
+    """The result has the dtype of the base. Small whole powers are products."""
+    x, given = n.value(0), n.inputs[1]
+    if isinstance(given, np.ndarray) and given.size == 1 and n.rank(1) <= x.rank and given.item() in (1, 2, 3):
+        return (x, x * x, x * x * x)[int(given.item()) - 1]
+    y = n.value(1)
     if x.dtype.is_int and y.dtype.is_int:
         return _whole_power(x, y)
     if x.dtype.is_int:
@@ -71,12 +75,10 @@ def power(n: Call) -> Value:
 
 def _whole_power(base: Value, y: Value) -> Value:
     """base ** y of integers, by squares; products wrap. A negative power is 0, but for bases of 1 and -1."""
-    size = ops.abs(y)
-    size = ops.where(ops.less(63, size), ops.bitwise_and(size, 1) + 62, size).astype(base.dtype)  # then only the parity counts
-    out, square = ops.where(ops.equal(ops.bitwise_and(size, 1), 1), base, 1), base
-    for bit in range(1, 6):
-        square = square * square
-        out = ops.where(ops.equal(ops.bitwise_and(ops.shift_right(size, bit), 1), 1), out * square, out)
+    size, square, out = ops.abs(y), base, ops.broadcast_to(constant(1, base.dtype), dims=base.dims)
+    for bit in range(y.dtype.bits - (y.dtype.kind == "i")):
+        odd = ops.equal(ops.bitwise_and(ops.shift_right(size, bit), 1), 1)
+        out, square = ops.where(odd, out * square, out), square * square
     if y.dtype.kind == "u":
         return out
     return ops.where(ops.logical_and(ops.less(y, 0), ops.not_equal(ops.abs(base), 1)), 0, out)

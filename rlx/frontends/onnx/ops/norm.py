@@ -16,28 +16,23 @@ from rlx.ir.dtype import i64
 from rlx.ir.node import Value, constant
 
 
-def _per_channel(v: Value, x: Value) -> Value:
-    """A value per channel (or per element of a sample, as opsets below 9 have it) with dims that broadcast to x."""
-    return v.reshape((*v.dims, *(1,) * (x.rank - 1 - v.rank)))
-
-
 @handler("BatchNormalization", since=7)
 def batch_normalization(n: Call) -> Any:
-    """In training mode, from opset 14 on, by the batch's own mean and variance, with the running ones as results."""
-    x, scale, bias, mean, variance = n.values()
-    momentum, own = n.attr("momentum", 0.9), ()
+    """In training mode, from opset 14 on, by the batch's own mean and variance, with the running ones as results. Statistics per
+    element of a sample (`spatial` of 0 in opsets below 9) are those of one long row of channels."""
+    x, momentum, eps = n.value(0), n.attr("momentum", 0.9), n.attr("epsilon", 1e-5)
+    scale, bias, mean, variance = (n.value(i).astype(n.dtype(3)) for i in range(1, 5))
     if n.opset < 14 and any(n.wants(i) for i in range(1, 5)):
         n.refuse(f"training in opset {n.opset} is not supported: from opset 14 on the attribute training_mode says what is meant")
+    running: tuple[Value, ...] = ()
     if n.attr("training_mode", 0):
-        axes = tuple(i for i in range(x.rank) if i != 1)
-        wide = x.astype(mean.dtype)
+        axes, wide = tuple(i for i in range(x.rank) if i != 1), x.astype(mean.dtype)
         found = ops.mean(wide, axis=axes), ops.variance(wide, axis=axes)
-        own = tuple(old * momentum + new * (1 - momentum) for old, new in zip((mean, variance), found))
+        running = tuple(old * momentum + new * (1 - momentum) for old, new in zip((mean, variance), found))
         mean, variance = found
-    factor = scale.astype(variance.dtype) * ops.rsqrt(variance + n.attr("epsilon", 1e-5))
-    centred = x.astype(variance.dtype) - _per_channel(mean, x)
-    out = centred * _per_channel(factor, x) + _per_channel(bias.astype(variance.dtype), x)
-    return out.astype(x.dtype), *own
+    rows = x if mean.rank == 1 else x.reshape((x.dims[0], -1))
+    params = (v.reshape((-1,)) for v in (scale, bias, mean, variance))
+    return ops.batch_norm(rows.astype(mean.dtype), *params, axis=1, eps=eps).reshape(x.dims).astype(x.dtype), *running
 
 
 @handler("LayerNormalization", since=17)
@@ -131,7 +126,7 @@ def _loss(n: Call, logs: Value) -> Value:
     hot = ops.equal(ops.iota(dims=(1, known_dim(n, 0, 1), *(1,) * (logs.rank - 2)), axis=1), labels)
     if ignored is not None:
         hot = ops.logical_and(hot, ops.not_equal(labels, ignored))
-    weight = _per_channel(n.value(2), logs) if n.has(2) else constant(1, logs.dtype)
+    weight = n.value(2).reshape((-1, *(1,) * (logs.rank - 2))) if n.has(2) else constant(1, logs.dtype)
     weights = ops.where(hot, weight, constant(0, logs.dtype))
     losses = -ops.sum(ops.where(hot, logs * weight, constant(0, logs.dtype)), axis=1)
     how = n.attr("reduction", "mean")

@@ -1,0 +1,220 @@
+"""Handlers of ONNX operators where ONNX's own cases have none: old opsets, dtypes, negative axes, named dims, state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+onnx = pytest.importorskip("onnx")
+
+from onnx import TensorProto, helper, numpy_helper  # noqa: E402
+from onnx.reference import ReferenceEvaluator  # noqa: E402
+
+from rlx.frontends.onnx import from_onnx  # noqa: E402
+from rlx.frontends.onnx.model import OnnxModel  # noqa: E402
+
+RNG = np.random.default_rng(3)
+Arrays = dict[str, np.ndarray]
+
+
+def model_of(nodes: list[Any], inputs: dict[str, Any], outputs: list[str], opset: int, known: Arrays | None = None) -> Any:
+    """A model of nodes; an input is an array, for its dtype and dims, or (dtype, dims)."""
+    infos = []
+    for name, x in inputs.items():
+        dtype, dims = x if isinstance(x, tuple) else (x.dtype, x.shape)
+        infos.append(helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), dims))
+    results = [helper.make_empty_tensor_value_info(name) for name in outputs]
+    stored = [numpy_helper.from_array(x, name) for name, x in (known or {}).items()]
+    graph = helper.make_graph(nodes, "g", infos, results, stored)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+
+
+def node_model(op: str, inputs: Arrays, opset: int, outputs: int = 1, known: tuple[str, ...] = (), **attrs: Any) -> Any:
+    names = [f"out{i}" for i in range(outputs)]
+    node = helper.make_node(op, list(inputs), names, **attrs)
+    free = {n: x for n, x in inputs.items() if n not in known}
+    return model_of([node], free, names, opset, {n: inputs[n] for n in known})
+
+
+def results(op: str, inputs: Arrays, opset: int, device: str = "cpu", **facts: Any) -> list[np.ndarray]:
+    """The outputs of one node."""
+    known = facts.get("known", ())
+    model = OnnxModel(node_model(op, inputs, opset, **facts), device=device)
+    return list(model.run({n: x for n, x in inputs.items() if n not in known}).values())
+
+
+def floats(*dims: int, dtype: Any = np.float32, low: float = -2.0, high: float = 2.0) -> np.ndarray:
+    return RNG.uniform(low, high, dims).astype(dtype)
+
+
+def whole(*dims: int, low: int = -9, high: int = 10, dtype: Any = np.int64) -> np.ndarray:
+    return RNG.integers(low, high, dims).astype(dtype)
+
+
+# operator, operands, opset, attributes: compared with ONNX's reference in the same opset
+REFERENCE: list[tuple[str, Arrays, int, dict[str, Any]]] = [
+    ("Clip", {"x": floats(3, 5)}, 6, {"min": -0.5, "max": 1.0}),
+    ("Clip", {"x": whole(4, 3, dtype=np.uint8, low=0, high=255), "lo": np.uint8(9), "hi": np.uint8(99)}, 13, {}),
+    ("Squeeze", {"x": floats(1, 3, 1, 2)}, 11, {"axes": [0, -2]}),
+    ("Unsqueeze", {"x": floats(3, 2)}, 11, {"axes": [0, 3]}),
+    ("Slice", {"x": floats(5, 6)}, 9, {"starts": [1, -4], "ends": [2147483647, -1], "axes": [0, 1]}),
+    ("Slice", {"x": floats(5, 6), "s": np.array([4, -1]), "e": np.array([-9, 0]), "a": np.array([-2, -1]),
+               "t": np.array([-2, -1])}, 13, {}),
+    ("ReduceSum", {"x": floats(2, 3, 4)}, 11, {"axes": [-1, 0], "keepdims": 0}),
+    ("ReduceMean", {"x": whole(3, 5, dtype=np.int32)}, 13, {"axes": [1]}),
+    ("ReduceMax", {"x": floats(2, 3, 4)}, 13, {"axes": [-2]}),
+    ("ReduceL2", {"x": floats(2, 3, 4, dtype=np.float64)}, 13, {"axes": [-1]}),
+    ("ReduceMin", {"x": whole(3, 4) > 0, "axes": np.array([1])}, 20, {}),
+    ("ArgMin", {"x": whole(3, 7, high=2, low=0)}, 13, {"axis": -1, "select_last_index": 1, "keepdims": 0}),
+    ("TopK", {"x": floats(3, 7)}, 9, {"k": 3, "axis": 0, "outputs": 2}),
+    ("TopK", {"x": whole(2, 5, 3), "k": np.array([2])}, 11, {"axis": 1, "largest": 0, "outputs": 2}),
+    ("Split", {"x": floats(2, 7)}, 11, {"axis": -1, "split": [3, 4], "outputs": 2}),
+    ("Split", {"x": floats(7, 2)}, 18, {"num_outputs": 3, "outputs": 3}),
+    ("Pad", {"x": floats(3, 4)}, 2, {"pads": [1, 0, 0, 2], "value": 1.5}),
+    ("Pad", {"x": floats(3, 4), "p": np.array([2, 1]), "v": np.float32(0), "axes": np.array([-1])}, 19, {"mode": "wrap"}),
+    ("CumSum", {"x": whole(3, 4, dtype=np.int32), "axis": np.array(-1)}, 14, {"exclusive": 1, "reverse": 1}),
+    ("Gather", {"x": floats(3, 4), "i": np.array([[-1, 0], [2, -4]])}, 13, {"axis": -1}),
+    ("GatherElements", {"x": floats(3, 4), "i": np.array([[-1, 0], [2, -4], [1, 1]])}, 13, {"axis": 1}),
+    ("GatherND", {"x": floats(2, 3, 4), "i": np.array([[[-1]], [[1]]])}, 13, {"batch_dims": 1}),
+    ("Mod", {"x": whole(9), "y": np.array([-3, 4, 2, -5, 7, 1, -1, 6, 3])}, 13, {}),
+    ("Mod", {"x": floats(9), "y": floats(9)}, 13, {"fmod": 1}),
+    ("Pow", {"x": np.array([-3, -1, 0, 1, 2, 3, -1, 1]), "y": np.array([3, 5, 0, 9, 62, 39, 70, 99])}, 15, {}),
+    ("Pow", {"x": floats(4, low=0.5), "y": whole(4, low=-3, high=4)}, 15, {}),
+    ("BitShift", {"x": whole(4, low=0, high=255, dtype=np.uint8), "n": np.array([0, 1, 7, 3], np.uint8)}, 11,
+     {"direction": "LEFT"}),
+    ("Hardmax", {"x": floats(2, 3, 4)}, 13, {"axis": -2}),
+    ("Einsum", {"a": floats(3, 2, 2), "b": floats(3)}, 12, {"equation": "bii,b->i"}),
+    ("Einsum", {"a": floats(3, 4), "b": floats(4, 3)}, 12, {"equation": "ij,ji"}),
+    ("Gemm", {"a": whole(3, 2, dtype=np.int32), "b": whole(4, 2, dtype=np.int32), "c": whole(4, dtype=np.int32)}, 11,
+     {"transB": 1}),
+    ("MatMul", {"a": floats(3), "b": floats(2, 3, 4)}, 13, {}),
+    ("MatMul", {"a": floats(2, 4, 3), "b": floats(3)}, 13, {}),
+    ("DepthToSpace", {"x": floats(2, 8, 3, 2)}, 11, {"blocksize": 2, "mode": "CRD"}),
+    ("OneHot", {"i": np.array([[-1, 2], [9, 0]]), "d": np.array(4), "v": np.array([5, 7], np.int32)}, 11, {"axis": 0}),
+    ("Range", {"a": np.float32(1), "b": np.float32(-2), "c": np.float32(-0.75)}, 11, {}),
+    ("LRN", {"x": floats(5, 5, 3, 2)}, 13, {"size": 4, "alpha": 0.1, "beta": 0.6, "bias": 2.0}),
+    ("MeanVarianceNormalization", {"x": floats(2, 3, 4, 2)}, 13, {"axes": [0, -1]}),
+    ("Trilu", {"x": whole(4, 5), "k": np.array(-1)}, 14, {"upper": 0}),
+    ("ReverseSequence", {"x": floats(3, 4, 2), "n": np.array([4, 1, 2])}, 10, {"time_axis": 1, "batch_axis": 0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("op, inputs, opset, attrs", REFERENCE, ids=[f"{c[0]}-{c[2]}-{i}" for i, c in enumerate(REFERENCE)])
+def test_operators_of_old_opsets_and_other_dtypes_are_those_of_the_reference(
+    op: str, inputs: Arrays, opset: int, attrs: dict[str, Any]
+) -> None:
+    want = ReferenceEvaluator(node_model(op, inputs, opset, **attrs)).run(None, inputs)
+    for device in ("ref", "cpu"):
+        for found, expected in zip(results(op, inputs, opset, device, **attrs), want, strict=True):
+            expected = np.asarray(expected)
+            assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+            np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("op, function", [("Softmax", F.softmax), ("LogSoftmax", F.log_softmax)])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_softmax_before_opset_13_is_over_all_later_dims_together(op: str, function: Any, axis: int) -> None:
+    x = floats(2, 3, 4)
+    (found,) = results(op, {"x": x}, 12, axis=axis)
+    want = function(torch.from_numpy(x).flatten(axis % 3), -1).reshape(x.shape)
+    np.testing.assert_allclose(found, want.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["constant", "reflect", "edge"])
+def test_padding_below_zero_cuts(mode: str) -> None:
+    x = floats(5, 6)
+    (found,) = results("Pad", {"x": x, "p": np.array([-1, 2, 2, -3])}, 13, mode=mode)
+    np.testing.assert_array_equal(found, np.pad(x[1:, :-3], ((0, 2), (2, 0)), mode=mode))  # type: ignore[call-overload]
+
+
+def test_determinants_are_those_of_numpy_for_singular_and_permuted_matrices() -> None:
+    x = np.concatenate([floats(3, 5, 5, dtype=np.float64), np.eye(5)[None, [2, 0, 1, 4, 3]], np.ones((1, 5, 5))])
+    (found,) = results("Det", {"x": x}, 22)
+    np.testing.assert_allclose(found, np.linalg.det(x), rtol=1e-12, atol=1e-12)
+
+
+def test_integer_powers_wrap_and_negative_powers_of_others_than_one_are_zero() -> None:
+    (found,) = results("Pow", {"x": np.array([7, -1, 1, 5, 2]), "y": np.array([90, -3, -4, -2, 64])}, 15)
+    assert found.tolist() == [(7**90 + 2**63) % 2**64 - 2**63, -1, 1, 0, 0]
+
+
+def test_batch_normalisation_of_old_opsets_has_statistics_per_element() -> None:
+    x, *params = floats(2, 3, 4), *(floats(3, 4, low=0.5) for _ in range(4))
+    names = dict(zip(("x", "scale", "bias", "mean", "var"), (x, *params)))
+    (found,) = results("BatchNormalization", names, 7, spatial=0)
+    scale, bias, mean, variance = params
+    np.testing.assert_allclose(found, (x - mean) / np.sqrt(variance + 1e-5) * scale + bias, rtol=1e-5)
+
+
+def test_group_normalisation_before_opset_21_has_a_scale_per_group() -> None:
+    x, scale, bias = floats(2, 6, 4), floats(3), floats(3)
+    (found,) = results("GroupNormalization", {"x": x, "scale": scale, "bias": bias}, 18, num_groups=3)
+    per_channel = (torch.from_numpy(v.repeat(2)) for v in (scale, bias))
+    want = F.group_norm(torch.from_numpy(x), 3, *per_channel)
+    np.testing.assert_allclose(found, want.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_named_batch_stays_open_through_views_norms_and_products() -> None:
+    nodes = [
+        helper.make_node("LayerNormalization", ["x", "scale"], ["n"]), helper.make_node("MatMul", ["n", "w"], ["y"]),
+        helper.make_node("Reshape", ["y", "dims"], ["r"]), helper.make_node("Softmax", ["r"], ["s"]),
+        helper.make_node("Transpose", ["s"], ["t"], perm=[0, 2, 1]),
+        helper.make_node("Slice", ["t", "from", "to", "axes"], ["out"]),
+    ]  # fmt: skip
+    known = {
+        "scale": floats(6), "w": floats(6, 8), "dims": np.array([0, 2, -1]), "from": np.array([1]), "to": np.array([99]),
+        "axes": np.array([1]),
+    }  # fmt: skip
+    model = model_of(nodes, {"x": (np.float32, ["batch", 6])}, ["out"], 17, known)
+    graph = from_onnx(model)
+    assert str(graph.outputs[0].shape) == "f32[batch,3,2]"
+    x = floats(5, 6)
+    (want,) = ReferenceEvaluator(model).run(None, {"x": x})
+    np.testing.assert_allclose(OnnxModel(model).run({"x": x})["out"], want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("past, queries", [(0, 5), (3, 2)])
+def test_attention_with_a_causal_mask_and_grouped_heads_is_that_of_torch(past: int, queries: int) -> None:
+    q, k, v = floats(2, 4, queries, 8), floats(2, 2, queries, 8), floats(2, 2, queries, 6)
+    inputs = {"q": q, "k": k, "v": v, "": np.zeros(0), "pk": floats(2, 2, past, 8), "pv": floats(2, 2, past, 6)}
+    inputs = inputs if past else {n: inputs[n] for n in "qkv"}
+    node = helper.make_node("Attention", list(inputs), ["y", "keys", "values"], is_causal=1)
+    model = model_of([node], {n: x for n, x in inputs.items() if n}, ["y", "keys", "values"], 23)
+    found = OnnxModel(model).run({n: x for n, x in inputs.items() if n})
+    keys, values = (np.concatenate([inputs[p], x], 2) if past else x for p, x in (("pk", k), ("pv", v)))
+    mask = torch.ones(queries, past + queries, dtype=torch.bool).tril(past)
+    want = F.scaled_dot_product_attention(*map(torch.from_numpy, (q, keys, values)), attn_mask=mask, enable_gqa=True)
+    np.testing.assert_allclose(found["y"], want.numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(found["keys"], keys)
+    np.testing.assert_array_equal(found["values"], values)
+
+
+def test_random_numbers_differ_from_run_to_run_and_repeat_with_the_program() -> None:
+    node = helper.make_node("RandomNormal", [], ["out"], shape=[4, 500], mean=3.0, scale=2.0, dtype=TensorProto.DOUBLE)
+    first, second = OnnxModel(model_of([node], {}, ["out"], 22)), OnnxModel(model_of([node], {}, ["out"], 22))
+    a, b = first.run({})["out"], first.run({})["out"]
+    assert a.dtype == np.float64 and a.shape == (4, 500) and not (a == b).any()
+    assert abs(a.mean() - 3) < 0.2 and abs(a.std() - 2) < 0.2
+    np.testing.assert_array_equal(second.run({})["out"], a)
+
+
+def test_classes_are_drawn_by_their_logarithmic_probabilities() -> None:
+    logits = np.log(np.array([[0.7, 0.2, 0.1], [0.0, 0.5, 0.5]], np.float32) + 1e-30)
+    (found,) = results("Multinomial", {"x": logits}, 22, sample_size=2000, seed=5.0)
+    shares = np.stack([(found == i).mean(1) for i in range(3)], 1)
+    np.testing.assert_allclose(shares, np.exp(logits), atol=0.05)
+    assert found.dtype == np.int32
+
+
+def test_dropout_in_training_scales_what_it_keeps() -> None:
+    x = floats(20, 50, low=1.0)
+    inputs = {"x": x, "ratio": np.float32(0.25), "train": np.array(True)}
+    y, kept = results("Dropout", inputs, 22, outputs=2)
+    np.testing.assert_allclose(y, np.where(kept, x / 0.75, 0), rtol=1e-6)
+    assert 0.65 < kept.mean() < 0.85
+    (same,) = results("Dropout", {"x": x}, 7, ratio=0.9)
+    np.testing.assert_array_equal(same, x)
