@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import test_cpu_attention as attention
 import test_cpu_contract as plain
+import test_cpu_conv as windows
 import test_cpu_quant as packed
 from kernel_runs import TARGETS, TRIPLE
 
@@ -178,6 +179,15 @@ def test_few_rows_and_odd_depths_go_without(emulator: Emulator, shape: tuple[int
 def test_emulated_attention(emulator: Emulator, shape: tuple[int, ...], how: dict[str, object]) -> None:
     q, k, v = attention.operands(*shape, dtype=attention.BF16)
     attention.check(attention.attend(q, k, v, target=with_amx(2), **how), attention.expected(q, k, v, **how), 2e-2)
+    assert not emulator.faults, emulator.faults[:3]
+    assert emulator.products and emulator.released == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 7, 7, 64, 70, 3, 3), (2, 5, 9, 32, 33, 1, 2, 2), (1, 4, 12, 16, 64, 2, 2, 1, 2)], ids=str)
+def test_windows_of_an_image(emulator: Emulator, shape: tuple[int, ...], kind: str) -> None:
+    """Rows and columns in levels are copied as tiles, whatever rows of the image they come from."""
+    plain.check_product(windows.convolution(windows.Shape(*shape), with_amx(), KINDS[kind]), with_amx())
     assert not emulator.faults, emulator.faults[:3]
     assert emulator.products and emulator.released == 1
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.backends.cpu.kernels import contract, tiles
-from rlx.backends.cpu.kernels.tiles import NEAR, Plan, plan
+from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, NEAR, Plan, plan
 from rlx.backends.cpu.target import host_target, target_for
 from rlx.backends.ref.interpret import run_kernel
 from rlx.host import jit
@@ -31,6 +32,7 @@ from rlx.ir.kernel import (
     Computed,
     Contract,
     Kernel,
+    Levels,
     Limit,
     Load,
     Local,
@@ -92,10 +94,13 @@ def _compiled(text: str, target: Target) -> object:
     return library.function("mm", None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
 
 
-def run(kernel: Kernel, target: Target, values: Arrays, same: dict[str, str] | None = None, code: int = 0) -> Arrays:
+def run(
+    kernel: Kernel, target: Target, values: Arrays, same: dict[str, str] | None = None, code: int = 0,
+    tiling: Mapping[str, int] = DEFAULT_TILING,
+) -> Arrays:  # fmt: skip
     """The written buffers after a run; buffers not in `values` are poisoned. `same`: a buffer in another one's memory. `code`:
     the status that the run ends with."""
-    rendered = contract.render(kernel, target, "mm")
+    rendered = contract.render(kernel, target, "mm", tiling)
     function = _compiled(rendered.text, target)
     results = []
     for at_end in (True, False):
@@ -186,7 +191,15 @@ def dense(flat: np.ndarray, o: Operand, rows: int, columns: int) -> np.ndarray:
     if o.panel:
         panels = flat.reshape(-1, -(-rows // o.group), o.panel, o.group)
         return panels.transpose(1, 3, 0, 2).reshape(-1, panels.shape[0] * o.panel)[:rows, :columns]
-    return flat[np.arange(rows)[:, None] * o.row_stride + np.arange(columns) * o.col_stride]
+    axes = (rows, o.row_stride, o.row_levels), (columns, o.col_stride, o.col_levels)
+    return flat[np.add.outer(*(places(np.arange(size), stride, levels) for size, stride, levels in axes))]
+
+
+def places(at: np.ndarray, stride: int, levels: Levels) -> np.ndarray:
+    if not levels:
+        return at * stride
+    (count, outer), *others = levels
+    return at % count * stride + places(at // count, outer, tuple(others))
 
 
 def check_product(kernel: Kernel, target: Target, seed: int = 0) -> None:

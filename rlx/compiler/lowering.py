@@ -17,7 +17,7 @@ from rlx.compiler.facts import Facts
 from rlx.compiler.groups import Group
 from rlx.compiler.layout import one_stride
 from rlx.compiler.operands import is_expensive, row_axes
-from rlx.compiler.packing import contraction, reduction
+from rlx.compiler.packing import contraction, is_matrix, reduction
 from rlx.ir import kernel as K
 from rlx.ir.dtype import f32, index_
 from rlx.ir.graph import Node, Value
@@ -327,7 +327,7 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     _, layout = b.places.locate(left)
     # the longest run of trailing row axes with a common stride; the others become grid axes
     apart = next(n for n in range(len(facts.a_rows) + 1) if one_stride(layout, left.shape.static, facts.a_rows[n:]))
-    apart = 0 if 0 in b.group.operands or (b.facts.target.levels and not facts.b_batch) else apart
+    apart = 0 if 0 in b.group.operands or (b.facts.target.levels and is_matrix(facts)) else apart
     batch, rows = len(facts.a_batch), facts.a_rows[apart:]
     grid, columns_at = _Points(b), len(dims) - len(facts.b_columns)
     points = [grid.place([axis]) for axis in range(batch + apart)]

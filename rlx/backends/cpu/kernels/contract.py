@@ -15,7 +15,14 @@ from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.matrix import MatrixUnit
 from rlx.backends.cpu.kernels.module import SCRATCH, step
 from rlx.backends.cpu.kernels.product import Product, row_statements, stored_to
-from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function, transpose_function
+from rlx.backends.cpu.kernels.tile import (
+    Layout,
+    Tile,
+    stage_levels_function,
+    stage_rows_function,
+    tile_function,
+    transpose_function,
+)  # fmt: skip
 from rlx.backends.cpu.kernels.tiles import AHEAD_ROWS, DEFAULT_TILING, NEAR, dot_in, panel_of, plan
 from rlx.backends.cpu.loops import emit_statements, emit_vector_loop, hoist, prefers_inner
 from rlx.backends.cpu.scope import Scope
@@ -46,15 +53,17 @@ class _Contraction(Product):
         self.panel, _ = panel_of(b)
         self.from_a = self.from_b = Layout(self.acc, 0)  # for computed operands, which are not in memory
         if isinstance(a, Operand):
-            self.from_a = Layout(raw or a.dtype, a.row_stride, a.col_stride)
+            self.from_a = Layout(raw or a.dtype, a.row_stride, a.col_stride, a.row_levels, a.col_levels)
         if isinstance(b, Operand):
             self.from_b = Layout(b.dtype, b.panel or b.row_stride, 1 if b.panel or contract.n == 1 else b.col_stride)
         self.whole = max(p.lanes, p.group)  # elements of staged rows that are moved at once
-        self.staged = Layout(raw or self.acc, -(-contract.k // self.whole) * self.whole)
+        beyond = self.whole if self.from_a.col_levels else 0  # runs of columns are copied in whole vectors
+        self.staged = Layout(raw or self.acc, -(-contract.k // self.whole) * self.whole + beyond)
         self.a = self.staged if p.stage_a else self.from_a
         self.steps = -(-contract.k // p.group)
         if self.dot:  # from here on, one element is a whole group
-            self.a, self.from_b = Layout(self.dot.word, self.a.row // p.group), Layout(self.dot.word, self.panel)
+            self.a, self.from_b = self.a.in_groups(self.dot.word, p.group), Layout(self.dot.word, self.panel)
+        self.run = self.a.col_levels[0][0] if self.a.col_levels else self.steps  # steps of k without a jump in a
         size = self.acc.itemsize
         self.unit = MatrixUnit(self, self.from_a, self.staged, self.a, self.from_b) if p.matrix else None
         self.sums_at = self.reserve(0 if p.matrix else (block_rows if p.depth else p.rows) * p.columns * size)
@@ -83,6 +92,8 @@ class _Contraction(Product):
         kept = e.gep(SCRATCH, self.a_at)
         if isinstance(c.a, Computed):
             self._computed_a(e, scope, c.a, kept, i0, stop)
+        elif self.from_a.row_levels or self.from_a.col_levels:
+            stage_levels_function(e, a, kept, i0, i1, c.k, self.from_a, self.staged, self.whole, p.group)
         else:
             source, rows = self.from_a.at(e, a, i0), e.bin("sub", i1, i0)
             stage_rows_function(e, source, kept, rows, c.k, self.from_a, self.staged, self.whole, p.group)
@@ -154,11 +165,11 @@ class _Contraction(Product):
                 e.store(zero, pitch.at(e, sums, e.bin("sub", row.index, i0), v * self.plan.lanes), self.acc.itemsize)
 
         def part(first: V, steps: int) -> None:
-            at_a, at_b = self.a.at(e, a, 0, first), layout.at(e, b, first)
+            at_a, at_b = self.a.at(e, a, 0, first) if steps <= self.run else a, layout.at(e, b, first)
             with e.loop(*tiles) as at:
                 row = self.first_row(e, at.index)
                 kept = pitch.at(e, sums, e.bin("sub", row, i0))
-                self._row_tile(e, at_a, row, at_b, kept, tiles, at.index, width, steps)
+                self._row_tile(e, at_a, row, at_b, kept, tiles, at.index, width, steps, first)
 
         with e.loop(0, whole * self.plan.depth, self.plan.depth) as at:
             part(at.index, self.plan.depth)
@@ -166,12 +177,14 @@ class _Contraction(Product):
             part(e.i64(self.steps - rest), rest)
 
     def _row_tile(
-        self, e: Emitter, a: V, row: V, b: V, sums: V, tiles: tuple[V, V], tile: V, width: Width, steps: int
-    ) -> V:
-        """One row tile, which begins at `row`, over `steps` of k. Returns whether it is one of the high ones."""
+        self, e: Emitter, a: V, row: V, b: V, sums: V, tiles: tuple[V, V], tile: V, width: Width, steps: int,
+        first: V | None = None,
+    ) -> V:  # fmt: skip
+        """One row tile, which begins at `row`, over `steps` of k from `first` on. Returns whether it is one of the high ones."""
         p, (layout, vectors, masked), ahead = self.plan, width, list[V]()
         every = max(1, -(-p.row_tiles // p.blocks))  # tiles per panel: each prefetches its share of the next panel
         share = -(-layout.byte(1, 0) // every) if p.ahead and self.panel else 0
+        jumps = [first or e.i64(0)] if steps > self.run else []  # where a begins if its columns lie in levels
         if share and not self.cut:
             after = NEAR if every == 1 else layout.byte(steps, 0)
             ahead = [step(e, e.gep(b, after), e.bin("sub", tile, tiles[0]), steps * share)]
@@ -182,14 +195,18 @@ class _Contraction(Product):
                 if self.cut and share:
                     self._cut_tile(e, t, self.a.at(e, a, row), b, sums, layout, steps, tile, tiles[1])
                 else:
-                    self._tile(e, t, f"tile_{height}x{vectors}_{masked}", self.a.at(e, a, row), b, sums, layout, steps, *ahead)
+                    name = f"tile_{height}x{vectors}_{masked}"
+                    self._tile(e, t, name, self.a.at(e, a, row), b, sums, layout, steps, *jumps, *ahead)
         return heights[0][1]
 
-    def _tile(self, e: Emitter, t: Tile, name: str, a: V, b: V, sums: V, layout: Layout, steps: int, *ahead: V) -> None:
-        def body(e: Emitter, a: V, b: V, sums: V, *ahead: V) -> None:
-            tile_function(e, a, b, sums, steps, None, *ahead, t=t, from_a=self.a, from_b=layout)
+    def _tile(self, e: Emitter, t: Tile, name: str, a: V, b: V, sums: V, layout: Layout, steps: int, *other: V) -> None:
+        """`other`: the column of a at which k begins, if it jumps, and the place to prefetch from, if there is one."""
 
-        self.call(e, name if steps in (self.steps, self.plan.depth) else f"{name}_last", body, a, b, sums, *ahead)
+        def body(e: Emitter, a: V, b: V, sums: V, *other: V) -> None:
+            first, ahead = (other[0], other[1:]) if steps > self.run else (None, other)
+            tile_function(e, a, b, sums, steps, None, *ahead, t=t, from_a=self.a, from_b=layout, first=first)
+
+        self.call(e, name if steps in (self.steps, self.plan.depth) else f"{name}_last", body, a, b, sums, *other)
 
     def _cut_tile(self, e: Emitter, t: Tile, a: V, b: V, sums: V, layout: Layout, steps: int, tile: V, tiles: V) -> None:
         """Tile number `tile` of `tiles`, known at run time: each prefetches its share of the next panel, a third if there are

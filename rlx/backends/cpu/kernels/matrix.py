@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, argument_pointers, step
 from rlx.backends.cpu.kernels.product import Product, row_statements
-from rlx.backends.cpu.kernels.tile import Layout, stage_rows_function
+from rlx.backends.cpu.kernels.tile import Layout, stage_levels_function, stage_rows_function
 from rlx.backends.cpu.kernels.tiles import MATRIX_DEPTH
 from rlx.backends.cpu.loops import emit_statements, hoist, weight
 from rlx.backends.cpu.scope import Scope, expr
@@ -73,7 +73,8 @@ class MatrixUnit:
         kept = max(2, self.tiles) if self.parts > 1 else 2  # one tile is finished while the next is summed
         self.config_at, self.pending_at = product.reserve(amx.CONFIG_BYTES), product.reserve(4 * 8)
         self.sums_at = product.reserve(kept * self.sums_bytes)
-        self.line_at, self.a_at = (product.reserve(p.tiled * n) for n in (LINE * self.steps, self.tiles * self.tile_bytes))
+        line_bytes = LINE * (self.steps + (1 if from_a.col_levels else 0))
+        self.line_at, self.a_at = (product.reserve(p.tiled * n) for n in (line_bytes, self.tiles * self.tile_bytes))
 
     @property
     def tile_bytes(self) -> int:
@@ -90,7 +91,7 @@ class MatrixUnit:
 
     def staged(self, e: Emitter, scope: Scope, a: V, tiles: tuple[V, V], stop: V) -> V:
         """Copy or compute the rows before `stop` as tiles: [tile][step][row][SIDE groups]. Returns their address."""
-        product, source, kept = self.product, self.c.a, e.gep(SCRATCH, self.a_at)
+        product, source, kept, p = self.product, self.c.a, e.gep(SCRATCH, self.a_at), self.plan
         line = Local("line", source.dtype, self.c.k)
         statements = row_statements(source, line, self.c.k) if isinstance(source, Computed) else ()
         hoist(statements, scope)
@@ -101,10 +102,13 @@ class MatrixUnit:
                 index, at = e.bin("add", first, row.index), e.gep(SCRATCH, self.line_at)
                 if isinstance(source, Computed):
                     emit_statements(statements, scope.child({source.row: index}, pointers={line: at}))
+                elif self.from_a.col_levels:
+                    after = e.bin("add", index, 1)
+                    stage_levels_function(e, a, at, index, after, self.c.k, self.from_a, self.line, p.lanes, p.group)
                 elif self.from_a.column == 1:
                     at = self.from_a.at(e, a, index)
                 else:
-                    start, p = self.from_a.at(e, a, index), self.plan
+                    start = self.from_a.at(e, a, index)
                     stage_rows_function(e, start, at, e.i64(1), self.c.k, self.from_a, self.line, p.lanes, p.group)
                 to = step(e, out, row.index, LINE)
                 with e.loop(0, self.steps) as turn:

@@ -138,9 +138,13 @@ class Product(Module):
         p = self.plan
         if limit is None:
             return p.row_tiles
+        if p.segment:
+            limit, whole = divided(e, limit, p.segment)
+            whole = e.bin("mul", whole, p.in_segment)
         tall, low = e.intrinsic("smin", limit, e.i64(p.tall * p.rows)), max(1, p.rows - 1)
         tiles = e.bin("udiv", e.bin("add", tall, p.rows - 1), p.rows)
-        return e.bin("add", tiles, e.bin("udiv", e.bin("add", e.bin("sub", limit, tall), low - 1), low))
+        tiles = e.bin("add", tiles, e.bin("udiv", e.bin("add", e.bin("sub", limit, tall), low - 1), low))
+        return e.bin("add", whole, tiles) if p.segment else tiles
 
     def first_row(self, e: Emitter, tile: V) -> V:
         """Plan.first_row, at run time."""
@@ -148,8 +152,10 @@ class Product(Module):
             i0, height, high = self.cut
             low = e.bin("mul", tile, e.bin("sub", height, 1))
             return e.bin("add", e.bin("add", i0, low), e.intrinsic("smin", tile, high))
+        tile, segments = divided(e, tile, self.plan.in_segment) if self.plan.segment else (tile, None)
         tall = e.intrinsic("smin", tile, e.i64(self.plan.tall))
-        return e.bin("add", e.bin("mul", tile, e.i64(self.plan.rows - 1)), tall)
+        row = e.bin("add", e.bin("mul", tile, e.i64(self.plan.rows - 1)), tall)
+        return row if segments is None else e.bin("add", row, e.bin("mul", segments, self.plan.segment))
 
     def heights(self, e: Emitter, tile: V) -> list[tuple[int, V]]:
         """(rows, whether the tile has this height) for each height that occurs."""
@@ -157,14 +163,16 @@ class Product(Module):
         if self.cut:
             found = self.height(e, tile)
             return [(rows, e.cmp("eq", found, e.i64(rows))) for rows in range(1, p.rows + 1)]
+        tile = divided(e, tile, p.in_segment)[0] if p.segment else tile
         tall, low = (e.cmp(order, tile, e.i64(p.tall)) for order in ("slt", "sge"))
-        return [(p.rows, tall), (p.rows - 1, low)][: 1 + (p.tall < p.row_tiles)]
+        return [(p.rows, tall), (p.rows - 1, low)][: 1 + (p.tall < (p.in_segment or p.row_tiles))]
 
     def height(self, e: Emitter, tile: V, tall: V | None = None) -> V:
         """The rows of a tile. `tall`: whether it is one of the high ones, if that is known."""
         if self.cut:
             return e.select(e.cmp("slt", tile, self.cut[2]), self.cut[1], e.bin("sub", self.cut[1], 1))
         p = self.plan
+        tile = divided(e, tile, p.in_segment)[0] if p.segment and tall is None else tile
         return e.select(tall or e.cmp("slt", tile, e.i64(p.tall)), e.i64(p.rows), e.i64(p.rows - 1))
 
     def _start(self, e: Emitter, scope: Scope, o: Operand | Computed) -> V:

@@ -7,11 +7,14 @@ into addresses when the code is generated, so that a tile's loop has only loads,
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from rlx.backends.cpu.dots import Dot
-from rlx.backends.cpu.kernels.module import step
+from rlx.backends.cpu.kernels.module import divided, step
 from rlx.host import alu
 from rlx.host.emit import Emitter, V, stored, vector
 from rlx.ir.dtype import DType
+from rlx.ir.kernel import Levels
 from rlx.records import record
 
 LINE = 64  # bytes of a cache line
@@ -20,20 +23,35 @@ HALF_OFFSETS = 0x40404040  # 64 for each element of a group of four: half of wha
 
 @record
 class Layout:
-    """Layout of a matrix: (r, c) is stored `row` * r + `column` * c elements of `dtype` after its base."""
+    """Layout of a matrix: (r, c) is stored `row` * r + `column` * c elements of `dtype` after its base. With levels (as of
+    rlx.ir.kernel.Operand) that holds inside the innermost level; rows and columns that are numbers are inside it."""
 
     dtype: DType
     row: int
     column: int = 1
+    row_levels: Levels = ()
+    col_levels: Levels = ()
 
     def byte(self, r: int, c: int) -> int:
         return (r * self.row + c * self.column) * self.dtype.itemsize
 
     def at(self, e: Emitter, base: V, r: V | int, c: V | int = 0) -> V:
         """The address of (r, c)."""
-        for index, nbytes in ((r, self.byte(1, 0)), (c, self.byte(0, 1))):
-            base = step(e, base, index, nbytes) if isinstance(index, V) else e.gep(base, index * nbytes)
+        for index, nbytes, levels in ((r, self.byte(1, 0), self.row_levels), (c, self.byte(0, 1), self.col_levels)):
+            if isinstance(index, int):
+                base = e.gep(base, index * nbytes)
+                continue
+            for count, stride in levels:
+                inside, index = divided(e, index, count)
+                base, nbytes = step(e, base, inside, nbytes), stride * self.dtype.itemsize
+            base = step(e, base, index, nbytes)
         return base
+
+    def in_groups(self, word: DType, group: int) -> Layout:
+        """The same matrix with `group` adjacent elements of a row as one element."""
+        rows = tuple((count, stride // group) for count, stride in self.row_levels)
+        columns = tuple((count // (group if n == 0 else 1), stride // group) for n, (count, stride) in enumerate(self.col_levels))
+        return Layout(word, self.row // group, 1, rows, columns)
 
 
 @record
@@ -88,11 +106,12 @@ def load_line(e: Emitter, at: V, source: Layout, lanes: int, to: DType, tail: in
 
 def tile_function(
     e: Emitter, a: V, b: V, sums: V, k: int | V, factors: V | None = None, ahead: V | None = None, *,
-    t: Tile, from_a: Layout, from_b: Layout,
+    t: Tile, from_a: Layout, from_b: Layout, first: V | None = None,
 ) -> None:  # fmt: skip
     """sums[rows][vectors*lanes] = a[rows, k] @ b[k, vectors*lanes]. If k is only known at run time, it is at least 1 and the
     loop is not unrolled. `factors`: one per row; the previous sums, times the factor, are added. `ahead`: where t.ahead bytes
-    per step of k are prefetched from."""
+    per step of k are prefetched from. `first`: the column of a at which k begins, if a's columns lie in levels: k is whole runs
+    of the innermost one."""
     ty, size, dot = vector(stored(t.acc), t.lanes), t.acc.itemsize, t.dot
     side, signed = (dot.side, dot.signed) if dot else (1, False)
     heights, across = -(-t.rows // side) + signed, t.vectors * side  # sums; if signed, a further row sums b alone
@@ -127,27 +146,52 @@ def tile_function(
             out += [multiply_add(e, t, row, column, total) for column, total in zip(columns, sums_of_row)]
         return out
 
-    fetched = [ahead] if ahead else []
-    rest = k % t.unroll if isinstance(k, int) else 0
-    whole = k - rest if isinstance(k, int) else k
-    with e.loop(0, whole, t.unroll, carried=[a, b, *fetched, *totals], nonempty=True) as loop:
-        at_a, at_b, *now = loop.carried
-        loop.next = [from_a.at(e, at_a, 0, t.unroll), from_b.at(e, at_b, t.unroll)]
-        loop.next += prefetch(e, now[: len(fetched)], t.unroll * t.ahead)
-        now = now[len(fetched) :]
-        for u in range(t.unroll):
-            loop.next += one(at_a, at_b, u, now[u * count : (u + 1) * count])
-    at_a, at_b, *totals = loop.results
-    totals = totals[len(fetched) :]
-    while len(totals) > count:
-        half = len(totals) // 2
-        totals = [e.bin("fadd" if t.acc.is_float else "add", x, y) for x, y in zip(totals[:half], totals[half:])]
-    for u in range(rest):
-        totals = one(at_a, at_b, u, totals)
+    totals = _over_k(e, t, one, k, [a, b, *([ahead] if ahead else [])], totals, (from_a, from_b), first)
     for at, total in zip(places, finished(e, t, totals)):
         if t.adds and not in_place:
             total = e.bin("fadd" if t.acc.is_float else "add", e.load(ty, e.gep(sums, at), size), total)
         e.store(total, e.gep(sums, at), size)
+
+
+def _over_k(
+    e: Emitter, t: Tile, one: Callable[[V, V, int, list[V]], list[V]], k: int | V, start: list[V], totals: list[V],
+    layouts: tuple[Layout, Layout], first: V | None,
+) -> list[V]:  # fmt: skip
+    """The sums of tile_function. `one`: adds one step, relative to addresses of a and b, to sums. `start`: these addresses, and
+    that to prefetch from if there is one. `totals`: the first values of all separate sums."""
+    (from_a, from_b), (a, *others), count = layouts, start, len(totals) // t.unroll
+    held = len(others) - 1  # addresses to prefetch from
+
+    def steps(k: int | V, a: V, carried: Sequence[V]) -> list[V]:
+        """Whole unrolled steps: addresses behind them, and totals."""
+        with e.loop(0, k, t.unroll, carried=[a, *carried], nonempty=True) as loop:
+            at_a, at_b, *now = loop.carried
+            loop.next = [from_a.at(e, at_a, 0, t.unroll), from_b.at(e, at_b, t.unroll)]
+            loop.next += prefetch(e, now[:held], t.unroll * t.ahead)
+            for u in range(t.unroll):
+                loop.next += one(at_a, at_b, u, now[held + u * count :][:count])
+        return loop.results
+
+    if first is None:
+        rest = k % t.unroll if isinstance(k, int) else 0
+        at_a, at_b, *found = steps(k - rest if isinstance(k, int) else k, a, [*others, *totals])
+    else:
+        assert isinstance(k, int), "a depth known at run time has no levels"
+        run, mine, rest = from_a.col_levels[0][0], slice(held, held + count), 0
+        odd = run % t.unroll
+        with e.loop(0, k, run, carried=[*others, *totals]) as loop:
+            at_a, at_b, *now = steps(run - odd, from_a.at(e, a, 0, e.bin("add", first, loop.index)), loop.carried)
+            for u in range(odd):
+                now[mine] = one(at_a, at_b, u, now[mine])
+            loop.next = [from_b.at(e, at_b, odd), *now]
+        at_a, (at_b, *found) = a, loop.results
+    found = found[held:]
+    while len(found) > count:
+        half = len(found) // 2
+        found = [e.bin("fadd" if t.acc.is_float else "add", x, y) for x, y in zip(found[:half], found[half:])]
+    for u in range(rest):
+        found = one(at_a, at_b, u, found)
+    return found
 
 
 def multiply_add(e: Emitter, t: Tile, row: V, column: V, total: V) -> V:
@@ -198,6 +242,21 @@ def prefetch(e: Emitter, places: list[V], nbytes: int) -> list[V]:
         for line in range(0, nbytes, LINE):
             e.prefetch(e.gep(at, line), level=2)
     return [e.gep(at, nbytes) for at in places]
+
+
+def stage_levels_function(
+    e: Emitter, start: V, out: V, first: V, stop: V, columns: int, source: Layout, to: Layout, lanes: int, group: int
+) -> None:
+    """Rows `first` to `stop` of a matrix in levels, as stage_rows_function has them, except that rows of `to` are padded to one
+    vector more. `start`: where row 0 is."""
+    run = source.col_levels[0][0] if source.col_levels else columns
+    with e.loop(first, stop) as row:
+        line, copy = source.at(e, start, row.index), to.at(e, out, e.bin("sub", row.index, first))
+        with e.loop(0, columns, run) as at:
+            here, there = source.at(e, line, 0, at.index), to.at(e, copy, 0, at.index)
+            stage_rows_function(e, here, there, e.i64(1), run, source, to, lanes)
+        for column in range(columns, -(-columns // group) * group):
+            e.store(e.const(stored(to.dtype), 0), to.at(e, copy, 0, column), to.dtype.itemsize)
 
 
 def stage_rows_function(

@@ -54,7 +54,8 @@ class Plan:
     reads it in place. Narrow floats are widened in the tile, which measured faster than a widened copy. `matrix`: tiles run on
     the matrix unit (amx.py). `ahead`: each tile of a panel prefetches its share of the next panel. `depth`: steps of k that all
     tiles of a panel take before any takes the next ones, so that this part of the panel stays in a cache; 0: all. `tiled`: a is
-    staged as tiles of the matrix unit.
+    staged as tiles of the matrix unit. `segment`: rows that are one stride apart, if not all are; no tile reaches into the next
+    segment. Each has `in_segment` tiles, of which the first `tall` are the high ones.
     """
 
     lanes: int
@@ -75,6 +76,8 @@ class Plan:
     ahead: bool
     depth: int = 0
     tiled: bool = False
+    segment: int = 0
+    in_segment: int = 0
 
     @property
     def columns(self) -> int:
@@ -86,7 +89,8 @@ class Plan:
 
     def first_row(self, tile: int) -> int:
         """The first row of a row tile."""
-        return tile * (self.rows - 1) + min(tile, self.tall)
+        before, tile = divmod(tile, self.in_segment) if self.segment else (0, tile)
+        return before * self.segment + tile * (self.rows - 1) + min(tile, self.tall)
 
     @property
     def block_rows(self) -> int:
@@ -115,10 +119,12 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     highest = tiling.get("rows", _highest(vectors, registers - summed, matrix))
     if c.count is not None:
         return _ragged(kernel, c, target, tiling, highest, lanes, vectors, registers)
-    row_tiles, panels = -(-c.m // highest), -(-c.n // (vectors * lanes))
-    rows = -(-c.m // max(1, row_tiles))
-    tall = c.m - row_tiles * (rows - 1)
-    stage_a = _stage_a(c, group)
+    panels, stage_a = -(-c.n // (vectors * lanes)), _stage_a(c, group, matrix)
+    segment = 0 if stage_a else _segment(c)
+    in_segment = -(-(segment or c.m) // highest)
+    rows = -(-(segment or c.m) // max(1, in_segment))
+    tall = (segment or c.m) - in_segment * (rows - 1)
+    row_tiles = in_segment * (c.m // segment if segment else 1)
     batch = prod(extent for _, extent in kernel.grid)
     row_bytes = sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
     row_bytes += c.k * (c.a if group > 1 else c.acc).dtype.itemsize if stage_a or matrix else 0
@@ -141,7 +147,8 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     ahead = tiling.get("ahead", tiles > 1 if matrix else _fetches_ahead(c, rows, tiles))  # one tile of the matrix unit is quick
     return Plan(
         lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, group, stage_a or tiled, stage_b,
-        registers, matrix, bool(ahead), _depth(c, group, vectors * lanes, matrix, target), tiled,
+        registers, matrix, bool(ahead), _depth(c, group, vectors * lanes, matrix, stage_a, target), tiled, segment,
+        in_segment if segment else 0,
     )  # fmt: skip
 
 
@@ -153,7 +160,7 @@ def _ragged(
     _, group = panel_of(c.b)
     matrix = c.m > MATRIX_ROWS and amx.usable(target.features, group, c.k)
     rows = 2 * amx.SIDE if matrix else max(1, min(highest, c.m))
-    stage_a = matrix or _stage_a(c, group)  # the matrix unit reads whole blocks, with rows that a group does not have
+    stage_a = _stage_a(c, group, matrix) or matrix  # the matrix unit reads whole blocks, with rows that a group does not have
     row_bytes = c.k * (c.a if group > 1 else c.acc).dtype.itemsize if stage_a else 0
     row_bytes += sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
     fit = min(c.m, BLOCK_ROWS, max(1, SCRATCH // row_bytes) if row_bytes else BLOCK_ROWS)
@@ -163,7 +170,7 @@ def _ragged(
     return Plan(
         lanes, vectors, rows, row_tiles, row_tiles, panels, batch, batch_groups, 1, groups, group, stage_a,
         _stage_b(c.b, c, -(-c.m // max(1, batch * rows))), registers, matrix, _fetches_ahead(c, rows, 1),
-        _depth(c, group, vectors * lanes, matrix, target), tiled=matrix,
+        _depth(c, group, vectors * lanes, matrix, stage_a, target), tiled=matrix,
     )  # fmt: skip
 
 
@@ -228,7 +235,7 @@ def other_tasks(threads: int) -> tuple[int, ...]:
 
 def _order(c: Contract, p: Plan) -> set[tuple[int, int]]:
     """The order of additions over all tiles, as (partial sums of an element, steps of k after which they are combined)."""
-    heights = (p.rows, p.rows - 1)[: 1 + (p.tall < p.row_tiles)]
+    heights = (p.rows, p.rows - 1)[: 1 + (p.tall < (p.in_segment or p.row_tiles))]
     widths = {p.vectors if c.n >= p.columns else 0, -(-(c.n % p.columns) // p.lanes)} - {0}
     unrolled = {1} if p.matrix else {p.unroll(height, width) for height in heights for width in widths}
     return {(steps, p.depth if steps > 1 else 0) for steps in unrolled}
@@ -270,11 +277,22 @@ def kept_locals(kernel: Kernel, c: Contract) -> tuple[Local, ...]:
     return tuple(x for x in kernel.locals if x.per_row and x in used)
 
 
-def _stage_a(c: Contract, group: int) -> bool:
+def _stage_a(c: Contract, group: int, matrix: bool) -> bool:
     a = c.a
-    if isinstance(a, Computed) or group == 1:
-        return isinstance(a, Computed) or a.dtype != c.acc.dtype
-    return not (a.col_stride == 1 and (a.row_stride % group == 0 or c.m == 1) and c.k % group == 0)
+    if isinstance(a, Computed) or (group == 1 and a.dtype != c.acc.dtype):
+        return True
+    if (a.row_levels or a.col_levels) and (matrix or 0 < _segment(c) < LOW_ROWS):
+        return True  # the unit reads rows that are one stride apart, and so few rows share too little of b
+    if group == 1:
+        return False
+    runs = [n for n, _ in a.col_levels[:1]] + [s for _, s in a.row_levels + a.col_levels]
+    return not (a.col_stride == 1 and (a.row_stride % group == 0 or c.m == 1) and not any(n % group for n in (c.k, *runs)))
+
+
+def _segment(c: Contract) -> int:
+    """Rows of a that are one stride apart; 0: all of them."""
+    rows = c.a.row_levels[0][0] if isinstance(c.a, Operand) and c.a.row_levels else c.m
+    return rows if rows < c.m else 0
 
 
 def _stage_b(b: Operand | Computed, c: Contract, tiles: int) -> str:
@@ -294,13 +312,20 @@ def _fetches_ahead(c: Contract, rows: int, tiles: int) -> bool:
     return rows >= 6 or min(c.m, rows * tiles) >= 10 or (cold and rows > 1)
 
 
-def _depth(c: Contract, group: int, columns: int, matrix: bool, target: Target) -> int:
+def _depth(c: Contract, group: int, columns: int, matrix: bool, stage_a: bool, target: Target) -> int:
     """Steps of k (of `group` elements) in a part of a panel: parts of one size if possible. 0, all, if they are fewer
-    than three parts, or if one row tile reads the panel, once."""
+    than three parts, or if one row tile reads the panel, once. Columns of a that lie in levels and are read in place: a part is
+    whole runs of the innermost one, or a run is whole parts."""
     steps, most = -(-c.k // group), PART if c.count is None else GROUP_PART
     most = max(1, min(most, target.core_cache_bytes // 8) // (columns * group * c.b.dtype.itemsize))
     if matrix or c.m <= MAX_ROWS or steps < 3 * most:
         return 0
+    if isinstance(c.a, Operand) and c.a.col_levels and not stage_a:
+        run = c.a.col_levels[0][0] // group
+        if run > most:
+            return next(run // parts for parts in range(-(-run // most), run + 1) if run % parts == 0)
+        runs = steps // run
+        return run * -(-runs // -(-runs // (most // run)))
     least = -(-steps // most)
     return -(-steps // next((parts for parts in range(least, 2 * least) if steps % parts == 0), least))
 

@@ -1,0 +1,150 @@
+"""Convolutions on the CPU: contractions that read the windows of an image where they lie, in rows and columns of levels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import test_cpu_contract as plain
+from test_cpu_contract import TARGETS
+
+from rlx.backends.cpu.kernels import tiles
+from rlx.backends.cpu.kernels.tiles import Plan, plan
+from rlx.ir.dtype import bf16, f16, f32, f64, i8, i32, i64, u8
+from rlx.ir.kernel import Buffer, Contract, Kernel, Levels, Limit, Load, Operand, Store, Var, const, linear
+from rlx.ir.target import Target
+
+
+class Shape(NamedTuple):
+    """Of a convolution: `rows` and `columns` of the result, without padding."""
+
+    images: int
+    rows: int
+    columns: int
+    inputs: int
+    outputs: int
+    high: int
+    wide: int
+    stride: int = 1
+    dilation: int = 1
+
+
+F32 = (f32, f32, f32)
+SHAPES = [Shape(*numbers) for numbers in (
+    (1, 7, 7, 32, 64, 3, 3), (2, 13, 19, 5, 49, 3, 3), (1, 14, 14, 8, 17, 3, 3, 2), (1, 5, 11, 3, 50, 7, 7, 2),
+    (3, 4, 9, 7, 48, 1, 1, 2), (2, 6, 8, 4, 33, 3, 2, 1, 2), (1, 9, 3, 6, 20, 2, 5, 3, 3), (5, 2, 2, 16, 40, 3, 3),
+    (1, 1, 23, 9, 30, 1, 4), (2, 23, 1, 1, 30, 4, 1), (1, 28, 17, 1, 3, 3, 3), (2, 3, 5, 40, 96, 1, 1),
+)]  # fmt: skip
+DEEP = [Shape(2, 3, 8, 12, 96, 3, 3), Shape(1, 2, 9, 30, 48, 3, 4, 1, 2), Shape(1, 3, 16, 5, 64, 7, 7, 2)]
+
+
+def levels(axes: list[tuple[int, int]]) -> tuple[int, Levels]:
+    """(count, stride) of axes, innermost first, as the stride and the levels of an Operand."""
+    found: list[tuple[int, int]] = []
+    for count, stride in axes:
+        if found and stride == found[-1][0] * found[-1][1]:
+            found[-1] = found[-1][0] * count, found[-1][1]
+        elif count > 1:
+            found.append((count, stride))
+    return (found[0][1] if found else 0), tuple((count, stride) for (count, _), (_, stride) in zip(found, found[1:]))
+
+
+def convolution(shape: Shape, target: Target, dtypes: plain.DTypes = F32, limit: bool = False) -> Kernel:
+    """c = the windows of a, channels last, @ b in panels."""
+    images, rows, columns, inputs, outputs, high, wide, stride, dilation = shape
+    tall, width = (rows - 1) * stride + (high - 1) * dilation + 1, (columns - 1) * stride + (wide - 1) * dilation + 1
+    m, k = images * rows * columns, high * wide * inputs
+    panel, group = target.panel("u8 i8" if dtypes[0] == u8 else dtypes[1].name)
+    group = group if dtypes in ((bf16, bf16, f32), (u8, i8, i32)) else 1
+    row, outer = levels([(columns, stride * inputs), (rows, stride * width * inputs), (images, tall * width * inputs)])
+    column, inner = levels([(inputs, 1), (wide, dilation * inputs), (high, dilation * width * inputs)])
+    a = Buffer("a", dtypes[0], images * tall * width * inputs)
+    b = Buffer("b", dtypes[1], -(-outputs // panel) * panel * -(-k // group) * group)
+    c, count, acc = Buffer("c", dtypes[2], m * outputs, True), Buffer("count", i64, 1), Var("acc", dtypes[2])
+    i, j = Var("i"), Var("j")
+    left = Operand(a, const(0), row, column, row_levels=outer, col_levels=inner)
+    store = Store(c, linear([(i, outputs), (j, 1)]), acc)
+    body = Contract(i, j, m, outputs, k, left, Operand(b, const(0), 0, 0, panel, group), acc, (store,))
+    limits = (Limit(i, Load(count, const(0))),) if limit else ()
+    return Kernel("mm", (a, b, c, count) if limit else (a, b, c), (), (), (body,), limits=limits)
+
+
+def plan_of(kernel: Kernel, target: Target) -> Plan:
+    (c,) = kernel.body
+    assert isinstance(c, Contract)
+    return plan(kernel, c, target)
+
+
+@pytest.mark.parametrize("cpu", TARGETS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_windows_are_read_where_they_lie(shape: Shape, cpu: str) -> None:
+    target = TARGETS[cpu]
+    kernel = convolution(shape, target)
+    plain.check_product(kernel, target)
+    found = plan_of(kernel, target)
+    assert found.stage_a == (shape.columns == 2)  # segments of two rows are copied together
+    if not found.stage_a and found.segment:
+        starts = {found.first_row(tile) for tile in range(found.row_tiles)}
+        segments = range(0, shape.images * shape.rows * shape.columns, found.segment)
+        assert starts.issuperset(segments), "a tile reaches into the next segment"
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(f64,) * 3, (bf16, bf16, f32), (u8, i8, i32), (f16, f16, f32), (f32, bf16, f32), (bf16, f32, f32)], ids=str
+)
+@pytest.mark.parametrize("shape", [SHAPES[n] for n in (0, 1, 3, 5, 7)], ids=str)
+def test_windows_of_every_dtype(shape: Shape, dtypes: plain.DTypes) -> None:
+    """In place where channels are whole groups of the instruction that sums them, else by a copy of the windows of a block."""
+    target = TARGETS["host"]
+    kernel = convolution(shape, target, dtypes)
+    plain.check_product(kernel, target)
+    group = kernel.body[0].b.group  # type: ignore[union-attr]
+    narrow = dtypes[0] != dtypes[2] if group == 1 else shape.inputs % group != 0
+    assert plan_of(kernel, target).stage_a == (narrow or shape.columns == 2)
+
+
+@pytest.mark.parametrize("shape", DEEP, ids=str)
+@pytest.mark.parametrize("part", [1, 5, 13, 30])
+def test_parts_of_a_deep_panel_are_runs_of_channels(shape: Shape, part: int) -> None:
+    """A part of k ends where a run of elements does, or a run is whole parts; the bits are those of one loop over k."""
+    target, outputs = TARGETS["host"], shape.outputs
+    kernel, panel = convolution(shape, target), target.panel("f32")[0]
+    values = {"a": plain.numbers(kernel.buffers[0].size, f32, 0), "b": plain.numbers(kernel.buffers[1].size, f32, 1)}
+    whole = plain.run(kernel, target, values)["c"]
+    low = replace(target, core_cache_bytes=8 * 4 * panel * part)
+    depth, run = plan_of(kernel, low).depth, shape.inputs * (shape.wide if shape.dilation == 1 else 1)
+    assert 0 < depth < kernel.body[0].k and (depth % run == 0 or run % depth == 0)  # type: ignore[union-attr]
+    plain.check_product(kernel, low)
+    got = plain.run(kernel, low, values)["c"].reshape(-1, outputs)
+    same = slice(outputs // panel * panel)  # tiles of the last panel are narrow, and have separate sums
+    np.testing.assert_array_equal(got[:, same], whole.reshape(-1, outputs)[:, same])
+
+
+@pytest.mark.parametrize("shape", [SHAPES[n] for n in (1, 2, 7)], ids=str)
+def test_rows_past_the_limit_are_spared(shape: Shape) -> None:
+    target = TARGETS["host"]
+    kernel = convolution(shape, target, limit=True)
+    m, n = shape.images * shape.rows * shape.columns, shape.outputs
+    values = {"a": plain.numbers(kernel.buffers[0].size, f32, 0), "b": plain.numbers(kernel.buffers[1].size, f32, 1)}
+    whole = plain.run(kernel, target, values | {"count": np.array([m], np.int64)})["c"].reshape(m, n)
+    most = tiles.MAX_ROWS
+    for rows in (0, 1, shape.columns, shape.columns + 1, m // 2, m - 1):
+        got = plain.run(kernel, target, values | {"count": np.array([rows], np.int64)})["c"].reshape(m, n)
+        np.testing.assert_array_equal(got[:rows], whole[:rows])
+        assert np.isnan(got[rows + most :]).all()
+
+
+@pytest.mark.parametrize("shape", [SHAPES[n] for n in (0, 1, 2, 3)], ids=str)
+def test_every_tiling_gives_the_same_bits(shape: Shape) -> None:
+    for threads in (1, 4):
+        target = replace(TARGETS["host"], threads=threads)
+        kernel = convolution(shape, target)
+        (c,) = kernel.body
+        assert isinstance(c, Contract)
+        values = {"a": plain.numbers(kernel.buffers[0].size, f32, 0), "b": plain.numbers(kernel.buffers[1].size, f32, 1)}
+        want = plain.run(kernel, target, values)["c"].tobytes()
+        for name, others in tiles.axes(kernel, c, target).items():
+            for value in others:
+                assert plain.run(kernel, target, values, tiling={name: value})["c"].tobytes() == want, (name, value)
