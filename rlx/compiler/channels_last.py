@@ -58,7 +58,9 @@ class _Sinking:
         results = keep(node, inputs)
         node = results[0].node
         if node.op.last is not None and (made := node.op.last(node.attrs, *inputs)) is not None:
-            return expand(node, self.new, made)
+            made = expand(node, self.new, made)
+            self.turned |= {v: (v.node.inputs[0], _axes(v.node)) for v in made if v.node.op is TRANSPOSE}
+            return made
         if node.op is TRANSPOSE:
             return (self.transposed(inputs[0], _axes(node), results[0]),)
         if not any(v in self.turned for v in inputs):
@@ -84,10 +86,10 @@ class _Sinking:
         total = tuple(before[a] for a in axes)
         if total == tuple(range(len(total))):
             return source
-        dims = tuple(source.dims[a] for a in total)
         if (order := [a for a in total if source.dims[a] != 1]) == sorted(order):
-            return _apply(RESHAPE, source, dims=dims)
-        out = made if made is not None and source is x else _apply(TRANSPOSE, source, axes=total)
+            out = _apply(RESHAPE, source, dims=tuple(source.dims[a] for a in total))
+        else:
+            out = made if made is not None and source is x else _apply(TRANSPOSE, source, axes=total)
         if x in self.turned or (total == first(len(total)) and len(total) > 3):
             self.turned[out] = (source, total)
         return out
@@ -95,7 +97,7 @@ class _Sinking:
     def put(self, source: Value, axes: Axes) -> Value:
         """The transpose of `source`, which moves down."""
         out = self.transposed(source, axes)
-        if out.node.op is TRANSPOSE:
+        if out is not source:
             self.turned[out] = (source, axes)
         return out
 

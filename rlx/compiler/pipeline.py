@@ -12,6 +12,7 @@ from collections.abc import Callable
 from rlx.compiler.canonicalise import canonicalise
 from rlx.compiler.channels_last import channels_last
 from rlx.compiler.compilation import Compilation
+from rlx.compiler.folding import folding
 from rlx.compiler.legalise import bind_dims, legalise
 from rlx.compiler.levels import levels
 from rlx.compiler.options import CompileOptions
@@ -34,6 +35,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("pairs", pairs),
     ("padding", padding),
     ("canonicalise", canonicalise),
+    ("folding", folding),
     ("channels_last", channels_last),
     ("precision", precision),
     ("legalise", legalise),

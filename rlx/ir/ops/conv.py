@@ -131,6 +131,14 @@ def _conv(attrs: ConvAttrs, x: Value, w: Value, b: Value | None = None) -> Value
     return from_last(made, attrs.channels_last)
 
 
+def _last(attrs: ConvAttrs, x: Value, w: Value, *b: Value) -> Value | None:
+    """OpDef.last: also of the weights."""
+    if attrs.channels_last:
+        return None
+    w = transpose(w, axes=(*range(2, w.rank), 1, 0))
+    return from_last(conv(to_last(x, False), w, *b, **{**vars(attrs), "channels_last": True}), False)
+
+
 def _depthwise(attrs: ConvAttrs, x: Value, w: Value, compute: DType) -> Value:
     """Each channel by its own windows: products element by element, and their sum."""
     spatial, (*window, _, out) = w.rank - 2, w.shape.static
@@ -186,7 +194,7 @@ SAMPLES = (
 )  # fmt: skip
 conv = op(
     "conv", kind=Kind.COMPOSITE, infer=_conv_shape, attrs=ConvAttrs, arity=(2, 3), dtypes="fiu", reference=_conv_array,
-    decompose=_conv, samples=SAMPLES,
+    decompose=_conv, last=_last, samples=SAMPLES,
     doc="Convolution (cross-correlation) over 1 to 3 spatial dims: x [batch, channels, *spatial], w [out, channels / groups, "
     "*window], an optional bias b [out]; with channels_last x [batch, *spatial, channels] and w [*window, channels / groups, "
     "out]. `low` and `high` are the zeros before and after each spatial dim. The dtypes are those of matmul; u8 with i8 weights "
