@@ -15,6 +15,7 @@ import onnx
 
 from rlx.errors import RlxError
 from rlx.ir.dtype import DType
+from rlx.ir.graph import Graph
 from rlx.ir.node import Value
 from rlx.ir.shape import DimLike
 
@@ -37,6 +38,7 @@ class NotKnown(RlxError):
 class Importing(Protocol):
     """The facts about values that an import records."""
 
+    graph: Graph  # the one that is built
     types: dict[Value, int]  # ONNX's element type of values that are kept in a wider dtype
 
     def constant(self, array: np.ndarray) -> Value:

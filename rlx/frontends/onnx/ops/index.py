@@ -9,14 +9,14 @@ import numpy as np
 from rlx.frontends.onnx.call import Call
 from rlx.frontends.onnx.ops.shape import known_dim
 from rlx.frontends.onnx.table import handler
-from rlx.ir import ops
+from rlx.ir import functions, ops
 from rlx.ir.dtype import i64
-from rlx.ir.node import Value, constant
+from rlx.ir.node import Value
 
 
-def counted(indices: Value, size: int) -> Value:
-    """Indices, of which those below 0 count from the end."""
-    return indices if indices.dtype.kind == "u" else ops.where(ops.less(indices, 0), indices + size, indices)
+def counted(indices: Value, sizes: Any) -> Value:
+    """Indices, of which those below 0 count from the end; `sizes` broadcasts."""
+    return indices if indices.dtype.kind == "u" else ops.where(ops.less(indices, 0), indices + sizes, indices)
 
 
 @handler("Where", since=9)
@@ -33,56 +33,45 @@ def gather(n: Call) -> Value:
 @handler("GatherElements", since=11)
 def gather_elements(n: Call) -> Value:
     axis = n.axis(0)
-    return take_along(n.value(0), counted(n.value(1).astype(i64), known_dim(n, 0, axis)), axis)
+    return ops.gather_elements(n.value(0), counted(n.value(1), known_dim(n, 0, axis)), axis=axis)
 
 
-def take_along(x: Value, indices: Value, axis: int) -> Value:
-    """The element of x at each index, with the other coordinates of the index."""
-    inner = _strides(x.shape.static)
-    at = indices * inner[axis]
-    for other, stride in enumerate(inner):
-        if other != axis:
-            at = at + ops.iota(dims=tuple(d if i == other else 1 for i, d in enumerate(indices.dims)), axis=other) * stride
-    return ops.gather(x.reshape((-1,)), at)
-
-
-def _strides(dims: tuple[int, ...]) -> list[int]:
-    return [int(np.prod(dims[i + 1 :], dtype=np.int64)) for i in range(len(dims))]
+def _tuples(n: Call, batch: int = 0) -> Value:
+    """Index tuples in the dims of operand 0 behind the first `batch`."""
+    sizes = [known_dim(n, 0, batch + i) for i in range(known_dim(n, 1, n.rank(1) - 1))]
+    return counted(n.value(1).astype(i64), np.array(sizes, np.int64))
 
 
 @handler("GatherND", since=11)
 def gather_nd(n: Call) -> Value:
-    x, dims, batch = n.value(0), n.sizes(0), n.attr("batch_dims", 0)
-    at, depth = _flat(n, n.value(1), dims, batch), known_dim(n, 1, n.rank(1) - 1)
-    rest = dims[batch + depth :]
-    return ops.gather(x.reshape((-1, *rest)), at)
+    batch = n.attr("batch_dims", 0)
+    return functions.gather_nd(n.value(0), _tuples(n, batch), batch_dims=batch)
 
 
-def _flat(n: Call, indices: Value, dims: tuple[int, ...], batch: int) -> Value:
-    """The place of each index tuple among the leading dims of a tensor, in row-major order; the first `batch` of them are those
-    of the index tuples."""
-    depth = known_dim(n, 1, indices.rank - 1)
-    sizes = dims[: batch + depth]
-    if len(sizes) < batch + depth:
-        n.refuse(f"index tuples of {depth} do not fit {len(dims)} dims, of which {batch} are of the batch")
-    inner, parts = _strides(sizes), [indices[..., i].astype(i64) for i in range(depth)]
-    at: Any = constant(np.zeros((1,) * (indices.rank - 1), np.int64))
-    for axis in range(batch):
-        at = at + ops.iota(dims=tuple(d if i == axis else 1 for i, d in enumerate(indices.dims[:-1])), axis=axis) * inner[axis]
-    for part, size, stride in zip(parts, sizes[batch:], inner[batch:], strict=True):
-        at = at + counted(part, size) * stride
-    return ops.broadcast_to(at, dims=indices.dims[:-1])
+_MODES = {"none": "replace", "add": "add", "mul": "mul", "max": "max", "min": "min"}
+
+
+def _mode(n: Call) -> Any:
+    how = n.attr("reduction", "none")
+    return _MODES[how] if how in _MODES else n.refuse(f"reduction {how!r} is none of {', '.join(_MODES)}")
+
+
+@handler("Scatter", "ScatterElements", since=9)
+def scatter_elements(n: Call) -> Value:
+    axis = n.axis(0)
+    indices = counted(n.value(1), known_dim(n, 0, axis))
+    return ops.scatter_elements(n.value(0), indices, n.value(2), axis=axis, mode=_mode(n))
+
+
+@handler("ScatterND", since=11)
+def scatter_nd(n: Call) -> Value:
+    return functions.scatter_nd(n.value(0), _tuples(n), n.value(2), mode=_mode(n))
 
 
 @handler("ReverseSequence", since=10)
 def reverse_sequence(n: Call) -> Value:
-    """The first elements of each sequence, as many as its length, in reverse order."""
-    x, time, batch = n.value(0), n.attr("time_axis", 0), n.attr("batch_axis", 1)
-    time, batch = time % x.rank, batch % x.rank
-    lengths = n.value(1).reshape(tuple(-1 if i == batch else 1 for i in range(x.rank)))
-    place = ops.iota(dims=tuple(d if i == time else 1 for i, d in enumerate(x.dims)), axis=time)
-    at = ops.where(ops.less(place, lengths), lengths - 1 - place, place)
-    return take_along(x, ops.broadcast_to(at, dims=x.dims), time)
+    time, batch = n.axis(0, name="time_axis"), n.axis(1, name="batch_axis")
+    return functions.reverse_sequence(n.value(0), n.value(1), axis=time, batch_axis=batch)
 
 
 @handler("TensorScatter", since=24)
@@ -96,4 +85,39 @@ def tensor_scatter(n: Call) -> Value:
         offset = ops.mod(offset, size)
     inside = ops.logical_and(ops.less_equal(0, offset), ops.less(offset, count))
     at = ops.broadcast_to(ops.where(inside, offset, 0), dims=past.dims)
-    return ops.where(inside, take_along(update, at, axis), past)
+    return ops.where(inside, ops.gather_elements(update, at, axis=axis), past)
+
+
+# -- results whose size depends on data: as many as there can be, and the number of those that are ------------------------
+
+
+@handler("NonZero", since=9)
+def nonzero(n: Call) -> Value:
+    x = n.inputs[0]
+    if isinstance(x, np.ndarray):
+        return functions.nonzero(n.value(0), size=int(np.count_nonzero(x)))[0]
+    places, count = functions.nonzero(n.value(0))
+    return n.bounded(places, 1, count)
+
+
+@handler("Compress", since=9)
+def compress(n: Call) -> Value:
+    """Without an axis, of the elements in row-major order."""
+    x, condition, axis = n.value(0), n.inputs[1], n.attr("axis", None)
+    axis = None if axis is None else n.axis()
+    if isinstance(condition, np.ndarray):
+        return ops.gather(x.reshape((-1,)) if axis is None else x, np.flatnonzero(condition), axis=axis or 0)
+    rows, count = functions.compress(x, n.value(1), axis=axis)
+    return n.bounded(rows, axis or 0, count)
+
+
+@handler("Unique", since=11)
+def unique(n: Call) -> tuple[Value, ...]:
+    """The different elements or slices, their first places, the place of each element among them, and how often each occurs."""
+    x, axis = n.inputs[0], None if n.attr("axis", None) is None else n.axis()
+    known = isinstance(x, np.ndarray)
+    size = np.unique(x, axis=axis).shape[axis or 0] if known else None  # type: ignore[arg-type]
+    values, first, inverse, counts, count = functions.unique(n.value(0), axis=axis, sorted=bool(n.attr("sorted", 1)), size=size)
+    if known:
+        return values, first, inverse, counts
+    return n.bounded(values, axis or 0, count), n.bounded(first, 0, count), inverse, n.bounded(counts, 0, count)

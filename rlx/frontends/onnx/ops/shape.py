@@ -70,10 +70,9 @@ def one_hot(n: Call) -> Value:
     """Indices below 0 count from the end; rows of indices out of range have no hot element."""
     depth, values = int(np.asarray(n.known(1)).reshape(())), n.value(2)
     axis = n.axis(-1, rank=n.rank(0) + 1)
-    indices = ops.unsqueeze(n.value(0).astype("i64"), axes=(axis,))
+    indices = n.value(0).astype("i64")
     indices = ops.where(ops.less(indices, 0), indices + depth, indices)
-    place = ops.iota(dims=tuple(depth if i == axis else 1 for i in range(indices.rank)), axis=axis)
-    return ops.where(ops.equal(place, indices), values[1], values[0])
+    return functions.one_hot(indices, depth, axis=axis, on=values[1], off=values[0])
 
 
 @handler("Trilu")
@@ -181,21 +180,19 @@ def concat(n: Call) -> Value:
 
 @handler("DepthToSpace")
 def depth_to_space(n: Call) -> Value:
-    """`mode` DCR has the block before the channels, CRD behind them."""
-    (b, c, h, w), block, crd = n.dims(0), n.attr("blocksize"), n.attr("mode", "DCR") == "CRD"
-    c = known_dim(n, 0, 1) // block**2
-    apart = n.value(0).reshape((b, c, block, block, h, w) if crd else (b, block, block, c, h, w))
-    return ops.transpose(apart, axes=(0, 1, 4, 2, 5, 3) if crd else (0, 3, 4, 1, 5, 2)).reshape((b, c, h * block, w * block))
+    order: Any = n.attr("mode", "DCR").lower()
+    return functions.depth_to_space(n.value(0), n.attr("blocksize"), order=order)
 
 
 @handler("SpaceToDepth")
 def space_to_depth(n: Call) -> Value:
     """`mode`, from opset 28 on, is that of DepthToSpace."""
-    block, crd = n.attr("blocksize"), n.attr("mode", "DCR") == "CRD"
-    b, c, h, w = n.sizes(0)
-    apart = n.value(0).reshape((b, c, h // block, block, w // block, block))
-    moved = ops.transpose(apart, axes=(0, 1, 3, 5, 2, 4) if crd else (0, 3, 5, 1, 2, 4))
-    return moved.reshape((b, c * block**2, h // block, w // block))
+    block, x = n.attr("blocksize"), functions.space_to_depth(n.value(0), n.attr("blocksize"))
+    if n.attr("mode", "DCR") == "DCR":
+        return x
+    b, c, h, w = x.dims
+    apart = x.reshape((b, block**2, known_dim(n, 0, 1), h, w))
+    return ops.transpose(apart, axes=(0, 2, 1, 3, 4)).reshape((b, c, h, w))
 
 
 # -- padding -----------------------------------------------------------------------------------------------------------
@@ -236,10 +233,4 @@ def padded(n: Call, x: Value, low: list[int], high: list[int], mode: str, value:
 
 @handler("CenterCropPad")
 def center_crop_pad(n: Call) -> Value:
-    """The middle of each axis, or zeros around it, so that it has the wanted size."""
-    low, high = [0] * n.rank(0), [0] * n.rank(0)
-    for axis, wanted in zip(n.attr("axes", range(n.rank(0))), n.ints(1), strict=True):
-        more = wanted - known_dim(n, 0, axis)
-        low[axis] = more // 2 if more >= 0 else -(-more // 2)
-        high[axis] = more - low[axis]
-    return padded(n, n.value(0), low, high, "constant")
+    return functions.center_crop_pad(n.value(0), n.ints(1), axes=n.attr("axes", None))
