@@ -7,13 +7,14 @@ optional), or a tuple of these, one per output; trailing outputs may be left out
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
+from rlx.frontends.onnx import ops
+
 Handler = Callable[..., Any]  # (Call) -> results
-_FILES = (  # of rlx/frontends/onnx/ops
-    "activation", "attention", "contract", "elementwise", "index", "norm", "random", "reduce", "shape", "training",
-)  # fmt: skip
 _TABLE: dict[tuple[str, str], dict[int, Handler]] = {}
 
 
@@ -31,7 +32,13 @@ def handler(*names: str, since: int = 1, domain: str = "") -> Callable[[Handler]
 
 def find(domain: str, name: str, opset: int) -> Handler | None:
     """The handler of an operator as it is in this opset of its domain. None: there is none."""
-    for file in _FILES:
-        import_module(f"rlx.frontends.onnx.ops.{file}")
+    _read_files()
     versions = _TABLE.get((domain, name), {})
     return versions.get(max((since for since in versions if since <= opset), default=0))
+
+
+@cache
+def _read_files() -> None:
+    """Every file of handlers registers them when it is imported."""
+    for file in iter_modules(ops.__path__):
+        import_module(f"{ops.__name__}.{file.name}")
