@@ -259,3 +259,52 @@ def test_without_the_package_the_message_names_it(tmp_path, monkeypatch):
 
 def _absent(name):
     raise ModuleNotFoundError("No module named 'onnx'", name="onnx")
+
+
+# -- sizes that depend on data
+
+
+def positives(n):
+    """A handler for the tests: the indices of positive elements of a vector, with their count."""
+    x = n.value(0)
+    keep = x > 0.0
+    order, _ = rlx.sort(rlx.where(keep, rlx.arange(x.dims[0], dtype=rlx.i64), x.dims[0] - 1))
+    return n.bounded(order, 0, keep.astype(rlx.i64).sum())
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    from rlx.frontends.onnx import table
+
+    table.find("", "Relu", 21)
+    monkeypatch.setitem(table._TABLE, ("tests", "Positives"), {1: positives})
+
+
+def counted(nodes, outputs):
+    proto = model([helper.make_node("Positives", ["x"], ["i"], domain="tests"), *nodes], [info("x", [6])], outputs)
+    proto.opset_import.append(helper.make_opsetid("tests", 1))
+    return proto
+
+
+def test_a_size_that_depends_on_data_passes_through_ops_that_keep_rows_apart_and_outputs_are_cut(counting):
+    nodes = [
+        helper.make_node("Gather", ["x", "i"], ["found"]), helper.make_node("Exp", ["found"], ["grown"]),
+        helper.make_node("Unsqueeze", ["grown", "one"], ["column"]),
+    ]  # fmt: skip
+    proto = counted(nodes, [info("i", None, I64), info("column", None)])
+    proto.graph.initializer.append(numpy_helper.from_array(np.array([1]), "one"))
+    net = OnnxModel(proto)
+    for x in ([1, -1, 2, -3, 0, 5], [-1] * 6, [1, 2, 3, 4, 5, 6]):
+        x = np.float32(x)
+        indices, column = net(x)
+        assert indices.tolist() == np.flatnonzero(x > 0).tolist()
+        np.testing.assert_allclose(column, np.exp(x[x > 0])[:, None], rtol=1e-6)
+    assert net.reasons == ["first call"]
+
+
+def test_a_node_that_mixes_data_with_undefined_rows_is_refused(counting):
+    nodes = [helper.make_node("Gather", ["x", "i"], ["found"]), helper.make_node("ReduceSum", ["found"], ["s"], name="all")]
+    with pytest.raises(Unsupported, match="2 ReduceSum .all.: sum mixes elements along axis 0 .* depends on data: at most 6"):
+        OnnxModel(counted(nodes, [info("s", None)]))(np.zeros(6, np.float32))
+    with pytest.raises(Unsupported, match="node 1 Shape: the size of operand 0 depends on data"):
+        OnnxModel(counted([helper.make_node("Shape", ["i"], ["s"])], [info("s", None, I64)]))(np.zeros(6, np.float32))

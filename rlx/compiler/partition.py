@@ -23,9 +23,9 @@ import numpy as np
 
 import rlx.ir.ops as ops
 from rlx.compiler.legalise import expand
-from rlx.compiler.padding import carried
 from rlx.compiler.parts import all_parts, own_part
 from rlx.errors import CompileError, GraphError, OptionError, UnboundDimError, UnknownRankError, known, whole
+from rlx.ir.carried import carried
 from rlx.ir.contexts import Partitioning
 from rlx.ir.graph import CONSTANT, HANDLE, PARAM, Active, Graph, Node, Value
 from rlx.ir.handle import BufferHandle

@@ -37,8 +37,9 @@ def of_schema(call: Call) -> Body | None:
     except onnx.defs.SchemaError:
         return None
     defaults = {name: a.default_value for name, a in schema.attributes.items() if a.default_value.name}
+    around = {name: call.scope.opset(name) for name in ("", "ai.onnx.ml")}
     if schema.has_function:
-        return _body(schema.function_body, call, {"": schema.since_version}, defaults)
+        return _body(schema.function_body, call, {**around, call.domain: schema.since_version}, defaults)
     if not schema.has_context_dependent_function:
         return None
     versions = schema.context_dependent_function_opset_versions
@@ -48,7 +49,7 @@ def of_schema(call: Call) -> Body | None:
     node.attribute.extend(_protos(call).values())
     types = [_type(x).SerializeToString() for x in call.inputs]
     found = schema.get_context_dependent_function_with_opset_version(version, node.SerializeToString(), types)
-    return _body(onnx.FunctionProto.FromString(found), call, {"": version}, defaults) if found else None
+    return _body(onnx.FunctionProto.FromString(found), call, {**around, call.domain: version}, defaults) if found else None
 
 
 def why_unknown(call: Call) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx
@@ -17,6 +17,7 @@ import onnx
 from rlx.errors import GraphError, RlxError, UnknownNameError, Unsupported, known
 from rlx.frontends.onnx import functions
 from rlx.frontends.onnx.call import Call, NotKnown, Operand, Refused
+from rlx.frontends.onnx.counted import Bound, follow
 from rlx.frontends.onnx.proto import Source, numpy_type, stored
 from rlx.frontends.onnx.structure import opsets
 from rlx.frontends.onnx.table import find
@@ -40,13 +41,6 @@ MISSING = _Missing()
 
 class Skipped(RlxError):
     """A graph inside a node has refused nodes, which are listed already."""
-
-
-class Bound(NamedTuple):
-    """A value of which the first `count` (i64 ()) indices of `axis` are data, and the rest is undefined."""
-
-    axis: int
-    count: Value
 
 
 class GraphScope:
@@ -318,9 +312,13 @@ class Importer:
         self.bounds[value] = Bound(axis, count)
 
     def follow(self, call: Call, results: list[Any]) -> None:
-        """Refuses nodes whose operands have a size that depends on data, unless their handler asked for the count."""
-        if not call.counts and (found := [i for i, x in enumerate(call.inputs) if isinstance(x, Value) and x in self.bounds]):
-            call.refuse(f"the size of operand {found[0]} depends on data")
+        """Finds which results have a size that depends on data. GraphError: a result mixes data with undefined elements."""
+        given = [i for i, x in enumerate(call.inputs) if isinstance(x, Value) and x in self.bounds]
+        if not given or call.counts:
+            return
+        for _, x in flat("", results):
+            if not isinstance(x, Value) or follow(x, self.bounds) is None:
+                call.refuse(f"the size of operand {given[0]} depends on data, and a result does not say how far it is defined")
 
 
 def _foldable(node: Node) -> bool:
