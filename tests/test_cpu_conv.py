@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import kernel_runs
 import numpy as np
 import pytest
 import test_cpu_contract as plain
 from test_cpu_contract import TARGETS
 
+import rlx
+from rlx.backends.cpu.backend import with_natives
 from rlx.backends.cpu.kernels import tiles
+from rlx.backends.cpu.kernels.depthwise import claim
 from rlx.backends.cpu.kernels.tiles import Plan, plan
-from rlx.ir.dtype import bf16, f16, f32, f64, i8, i32, i64, u8
-from rlx.ir.kernel import Buffer, Contract, Kernel, Levels, Limit, Load, Operand, Store, Var, const, linear
+from rlx.backends.ref.interpret import run_kernel
+from rlx.compiler import lower
+from rlx.ir.dtype import DType, bf16, f16, f32, f64, i8, i32, i64, u8
+from rlx.ir.evaluate import evaluate
+from rlx.ir.kernel import Buffer, Contract, Kernel, Levels, Limit, Load, Native, Operand, Store, Var, const, linear
+from rlx.ir.ops import conv
 from rlx.ir.target import Target
 
 
@@ -148,3 +157,110 @@ def test_every_tiling_gives_the_same_bits(shape: Shape) -> None:
         for name, others in tiles.axes(kernel, c, target).items():
             for value in others:
                 assert plain.run(kernel, target, values, tiling={name: value})["c"].tobytes() == want, (name, value)
+
+
+# -- channels apart ------------------------------------------------------------------------------------------------
+
+
+class Apart(NamedTuple):
+    """Of a depthwise convolution: x is [batch, *spatial, channels]."""
+
+    x: tuple[int, ...]
+    window: tuple[int, ...]
+    strides: tuple[int, ...] = (1,)
+    dilation: tuple[int, ...] = (1,)
+    low: tuple[int, ...] = (0,)
+    high: tuple[int, ...] = (0,)
+
+
+APART = [
+    Apart((2, 7, 7, 96), (3, 3), low=(1,), high=(1,)), Apart((1, 9, 33, 33), (3, 3), (2,), low=(1,), high=(1,)),
+    Apart((1, 14, 20, 24), (5, 5), (2, 1), low=(2,), high=(1, 3)), Apart((1, 5, 6, 7), (3, 2), (1,), (1, 2)),
+    Apart((2, 4, 30, 48), (7, 7), (1,), (2,), (6,), (6,)), Apart((3, 31, 40), (4,), (3,), (1,), (0,), (5,)),
+    Apart((1, 2, 2, 17), (3, 3), low=(3,), high=(4,)), Apart((1, 3, 1, 130), (1, 1), (2,)),
+    Apart((1, 1, 50, 3), (1, 9), low=(0, 8)),
+]  # fmt: skip
+
+
+def graph_of(shape: Apart, dtypes: tuple[DType, DType], epilogue: Callable[[rlx.Value], rlx.Value], turned: bool) -> rlx.Graph:
+    """conv with a bias, then `epilogue`. `turned`: x is a view of channels-first memory."""
+    g, channels, rank = rlx.Graph("apart"), shape.x[-1], len(shape.x)
+    x = g.input("x", (shape.x[0], channels, *shape.x[1:-1]) if turned else shape.x, dtypes[0])
+    x = rlx.transpose(x, axes=(0, *range(2, rank), 1)) if turned else x
+    w = g.param("w", (*shape.window, 1, channels), dtypes[1])
+    b = g.param("b", (channels,), i32 if dtypes[0] == u8 else dtypes[0])
+    how = {"strides": shape.strides, "dilation": shape.dilation, "low": shape.low, "high": shape.high}
+    g.set_outputs([epilogue(conv(x, w, b, groups=channels, channels_last=True, **how))])
+    return g
+
+
+def run_apart(g: rlx.Graph, target: Target) -> tuple[np.ndarray, np.ndarray]:
+    """(the result behind unreadable pages, the reference), where the only step is the kernel of the whole convolution."""
+    given = {v.node.name: plain.numbers(v.shape.static, v.dtype, n) for n, v in enumerate((*g.inputs, *g.params))}
+    found = lower(g, with_natives(replace(target, channels_last=False)), rlx.CompileOptions())  # the graph as it is
+    (step,) = found.steps
+    (native,) = step.kernel.body
+    assert isinstance(native, Native) and native.op == "conv", f"not claimed: {step.kernel}"
+    memory = {b.id: np.zeros(b.shape.num_elements, b.shape.dtype.numpy) for b in found.buffers}
+    memory |= {id: given[v.node.name].reshape(-1) for id, v in zip((*found.inputs, *found.params), (*g.inputs, *g.params))}
+    for s in found.prepare:
+        run_kernel(s.kernel, [memory[a] for a in s.args])
+    values = [None if b.writable else memory[a] for a, b in zip(step.args, step.kernel.buffers)]
+    (got,), status = kernel_runs.run(step.kernel, values, target)
+    assert status == 0
+    names = [{v.node.name: given[v.node.name] for v in some} for some in (g.inputs, g.params)]
+    want = evaluate(g, *names)[0][0]
+    return got.reshape(want.shape), want
+
+
+def six(x: rlx.Value) -> rlx.Value:
+    return rlx.clip(x, 0.0, 6.0)
+
+
+@pytest.mark.parametrize("cpu", kernel_runs.TARGETS)
+@pytest.mark.parametrize("epilogue", [rlx.relu, rlx.silu, lambda x: x], ids=["relu", "silu", "none"])
+@pytest.mark.parametrize("shape", APART, ids=str)
+def test_channels_apart(shape: Apart, epilogue: Callable[[rlx.Value], rlx.Value], cpu: str) -> None:
+    """By the kernel for whole convolutions, with what follows it; light epilogues are unrolled, silu is a loop."""
+    got, want = run_apart(graph_of(shape, (f32, f32), epilogue, turned=False), kernel_runs.TARGETS[cpu])
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "digits"), [((f64, f64), 1e-12), ((bf16, bf16), 2e-2), ((f16, f16), 2e-3), ((u8, i8), 0), ((i32, i32), 0)]
+)
+@pytest.mark.parametrize("shape", [APART[1], APART[5]], ids=str)
+def test_channels_apart_of_every_dtype(shape: Apart, dtypes: tuple[DType, DType], digits: float) -> None:
+    got, want = run_apart(graph_of(shape, dtypes, lambda x: x, turned=False), TARGETS["host"])
+    np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=digits, atol=8 * digits)
+
+
+def test_channels_apart_in_other_strides() -> None:
+    got, want = run_apart(graph_of(APART[2], (f32, f32), six, turned=True), TARGETS["host"])
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
+
+
+def test_a_residual_is_added_where_channels_are_apart() -> None:
+    """With the same bits at any number of threads, which share rows and channels."""
+    shape, seen = APART[0], []
+    for threads in (1, 2, 16):
+        g = graph_of(shape, (f32, f32), lambda x: x, turned=False)
+        y = g.outputs[0] + g.inputs[0]
+        g.set_outputs([y])
+        got, want = run_apart(g, replace(TARGETS["host"], threads=threads))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
+        seen.append(got.tobytes())
+    assert len(set(seen)) == 1
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "given", "reason"),
+    [((1, 5, 5, 8), (3, 3, 8, 4), {}, "a product of windows"), ((1, 8, 5, 5), (8, 1, 3, 3), {"groups": 8}, "channels"),
+     ((1, 5, 5, 8), (3, 3, 1, 16), {"groups": 8, "channels_last": True}, "one channel per group"),
+     ((1, 5, 5, 5, 4), (3, 3, 3, 1, 4), {"groups": 4, "channels_last": True}, "1 or 2 spatial dims")],
+)  # fmt: skip
+def test_other_convolutions_say_why_they_are_not_claimed(x: tuple, w: tuple, given: dict, reason: str) -> None:
+    g = rlx.Graph("other")
+    given = {"channels_last": not given} | given
+    why = claim(conv(g.input("x", x, f32), g.param("w", w, f32), **given).node)
+    assert why and reason in why

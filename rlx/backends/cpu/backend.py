@@ -215,12 +215,14 @@ def with_natives(target: Target) -> Target:
     """`target` (any CPU, not only this one) with the claimed ops of this backend."""
     splits = {"attention": partial(_Kernels("attention", "split"), threads=target.threads)}
     splits["dequant_matmul"] = partial(_Kernels("quant", "split"), target=target)
-    packs = dict.fromkeys(("dequant_matmul", "segment_matmul"), _Kernels("quant", "packs"))
+    packs = {"conv": _Kernels("depthwise", "packs")}
+    packs |= dict.fromkeys(("dequant_matmul", "segment_matmul"), _Kernels("quant", "packs"))
     computes = partial(_Kernels("computed", "computes"), target)
-    follows, followed = _Kernels("computed", "follows"), frozenset({"attention", "dequant_matmul", "segment_matmul"})
+    follows, followed = _Kernels("computed", "follows"), frozenset({"attention", "conv", "dequant_matmul", "segment_matmul"})
     return replace(target, natives=NATIVES, packs=packs, splits=splits, computes=computes, followed=followed, follows=follows)
 
 
 _MODULES = {"attention": "attention", "attention_parts": "attention", "dequant_matmul": "quant"}  # of claimed ops
+_MODULES["conv"] = "depthwise"
 NATIVES = {op: _Kernels(module, "claim") for op, module in _MODULES.items()}
 NATIVES["segment_matmul"] = _Kernels("quant", "claim_segments")

@@ -7,6 +7,7 @@ import math
 from rlx.backends.cpu.render import Space
 from rlx.ir.cost import points
 from rlx.ir.kernel import Check, Contract, Kernel, Native, walk
+from rlx.ir.op import OPS
 from rlx.ir.target import Target
 
 MULTIPLY_NS = 0.02  # per multiply-add of f32, one core
@@ -26,5 +27,8 @@ def estimated_ns(kernel: Kernel, target: Target) -> int:
             return round(moved + points(kernel) * s.m * s.n * s.k * MULTIPLY_NS)
         if isinstance(s, Native):  # each element of the largest output depends on a row of some input
             rows = max((max(v.dims, default=1) for v in s.inputs), default=1)
-            return round(moved + max(map(math.prod, s.results)) * rows * MULTIPLY_NS)
+            multiplied = max(map(math.prod, s.results)) * rows
+            if (count := OPS[s.op].flops) is not None:
+                multiplied = min(multiplied, count([v.dims for v in s.inputs], s.results) // 2)
+            return round(moved + multiplied * MULTIPLY_NS)
     return round(max(moved, Space.of(kernel).weight_ns(target)))

@@ -5,6 +5,7 @@ All of them are computed channels last: with channels first, between transposed 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -182,6 +183,11 @@ def _conv_array(attrs: ConvAttrs, x: np.ndarray, w: np.ndarray, b: np.ndarray | 
     return made if attrs.channels_last else np.moveaxis(made, -1, 1)
 
 
+def _conv_flops(operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]) -> int:
+    """Of a kernel that reads channels last: elements of the padding count, as of a matrix product."""
+    return 2 * math.prod(results[0]) * math.prod(operands[1][:-1])
+
+
 SAMPLES = (
     Sample(((2, 3, 7, 9), (5, 3, 3, 2), (5,))), Sample(((1, 4, 17), (6, 2, 3)), {"groups": 2, "strides": 2, "low": 1, "high": 2}),
     Sample(((2, 4, 5, 6), (8, 1, 3, 3), (8,)), {"groups": 4, "low": 1, "high": 1}),
@@ -194,7 +200,7 @@ SAMPLES = (
 )  # fmt: skip
 conv = op(
     "conv", kind=Kind.COMPOSITE, infer=_conv_shape, attrs=ConvAttrs, arity=(2, 3), dtypes="fiu", reference=_conv_array,
-    decompose=_conv, last=_last, samples=SAMPLES,
+    decompose=_conv, last=_last, samples=SAMPLES, flops=_conv_flops,
     doc="Convolution (cross-correlation) over 1 to 3 spatial dims: x [batch, channels, *spatial], w [out, channels / groups, "
     "*window], an optional bias b [out]; with channels_last x [batch, *spatial, channels] and w [*window, channels / groups, "
     "out]. `low` and `high` are the zeros before and after each spatial dim. The dtypes are those of matmul; u8 with i8 weights "

@@ -1,0 +1,238 @@
+"""Convolutions that keep channels apart (depthwise), channels last: a Kernel whose body is one Native conv.
+
+Vectors run over channels, and a tile of adjacent positions of one row of the result has its sums in registers. For each row of
+the window, an element of x is loaded once for all positions of the tile that read it. Padding is not stored: rows of a window
+that lie outside are left out at run time; columns are known when code is generated: tiles at an edge have code of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from math import prod
+
+from rlx.backends.cpu.abi import Rendered
+from rlx.backends.cpu.kernels.module import SCRATCH, TASK, Module, divided, outside, share, step
+from rlx.backends.cpu.kernels.product import emit_epilogue
+from rlx.backends.cpu.kernels.tile import Layout, lane_mask, load_line
+from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, GRAIN, TASKS_PER_THREAD, distinct, other_tasks, registers_of
+from rlx.backends.cpu.loops import emit_statements, hoist, weight
+from rlx.backends.cpu.scope import Scope
+from rlx.host.emit import Emitter, V, stored, vector
+from rlx.ir.graph import Node, Value
+from rlx.ir.kernel import Kernel, Native, Store, Var, View, linear
+from rlx.ir.ops import pack
+from rlx.ir.ops.conv import ConvAttrs
+from rlx.ir.target import Target
+from rlx.records import record
+
+HEAVY = 6  # weight of an epilogue that is a loop over the tile's positions, instead of a copy for each
+MULTIPLY_GRAIN = GRAIN // 4  # multiply-adds of a task: each loads more than those of a product
+
+
+def claim(node: Node) -> str | None:
+    """None if `render` has a kernel for this convolution; else the reason why not."""
+    attrs, (x, w) = node.attrs, node.inputs[:2]
+    assert isinstance(attrs, ConvAttrs)
+    if attrs.groups == 1:
+        return "a convolution that sums over all channels is a product of windows"
+    if not attrs.channels_last or not 3 <= x.rank <= 4:
+        return f"the direct kernel takes [batch, *spatial, channels] with 1 or 2 spatial dims, not {x.shape}"
+    if w.dims[-2] != 1 or w.dims[-1] != attrs.groups:
+        return f"the direct kernel has one channel per group in x and in the result, not {w.shape} in {attrs.groups} groups"
+    return None
+
+
+def packs(node: Node) -> Value:
+    """The weights in row-major order, as they may be a view of another."""
+    w = node.inputs[1]
+    return pack(w, layout=tuple((axis, 1) for axis in range(w.rank)))  # type: ignore[return-value]
+
+
+def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int] = DEFAULT_TILING) -> Rendered:
+    """A module for a kernel whose body is one Native conv that `claim` accepts; views may have any strides."""
+    (native,) = kernel.body
+    assert isinstance(native, Native), f"kernel {kernel.name} is no native op"
+    return _Depthwise(kernel, native, target, tiling).written(symbol)
+
+
+def axes(kernel: Kernel, native: Native, target: Target) -> dict[str, tuple[int, ...]]:
+    """Tuning parameters: `tasks`."""
+    default = _Depthwise(kernel, native, target, DEFAULT_TILING)
+    asked = {"tasks": other_tasks(target.threads)}
+    return distinct({"tasks": default.tasks}, asked, lambda tiling: _Depthwise(kernel, native, target, tiling).tasks)
+
+
+@record
+class _Side:
+    """One spatial dim: elements of x, of the result and of a window; the distance of two windows, and of two elements of one; the
+    padding before x."""
+
+    size: int
+    out: int
+    window: int
+    stride: int
+    dilation: int
+    low: int
+
+
+class _Depthwise(Module):
+    """`across`: positions of a tile; `vectors`: of channels. `chunks`: parts of the channels that tasks may share a row by."""
+
+    def __init__(self, kernel: Kernel, native: Native, target: Target, tiling: Mapping[str, int]) -> None:
+        super().__init__()
+        self.kernel, attrs, (x, self.w, *self.bias) = kernel, native.attrs, native.inputs
+        assert isinstance(attrs, ConvAttrs)
+        result = native.results[0]
+        self.batch, *places, self.channels = result
+        facts = (attrs.each(name, len(places)) for name in ("strides", "dilation", "low"))
+        sides = [_Side(*numbers) for numbers in zip(x.dims[1:-1], places, self.w.dims, *facts)]
+        self.high, self.wide = [_Side(1, 1, 1, 1, 1, 0), *sides][-2:]
+        self.x, self.image = x, Layout(x.buffer.dtype, ([0, *x.strides[1:-1]])[-2], x.strides[-2])
+        self.axes = [v for v, _ in native.axes] or [Var("n") for _ in result]
+        acc = native.acc or Var("acc", native.outputs[0].buffer.dtype.compute)
+        self.acc, self.epilogue = acc, native.epilogue
+        if native.acc is None:
+            out = native.outputs[0]
+            self.epilogue = (Store(out.buffer, linear(zip(self.axes, out.strides), out.offset), acc),)
+        self.vector_bytes, self.features = target.vector_bytes, target.features
+        self.lanes = target.vector_bytes // max(4, acc.dtype.itemsize)
+        sums = registers_of(target) // 2
+        self.across = -(-self.wide.out // -(-self.wide.out // sums)) if self.wide.out else 1
+        self.vectors = max(1, min(sums // self.across, self.channels // self.lanes))
+        self.blocks = self.channels // (self.vectors * self.lanes)
+        self.rows = self.batch * self.high.out
+        work = self.rows * self.wide.out * self.channels * self.high.window * self.wide.window
+        wanted = tiling.get("tasks", 1 if target.threads == 1 else min(TASKS_PER_THREAD * target.threads, work // MULTIPLY_GRAIN))
+        self.chunks = max(1, min(self.blocks, -(-wanted // max(1, self.rows)))) if wanted > self.rows else 1
+        self.tasks = max(1, min(wanted, self.rows * self.chunks)) if prod(result) else 0
+        self.heavy = weight(self.epilogue) >= HEAVY
+        self.sums_at = self.reserve(self.across * self.vectors * self.lanes * acc.dtype.itemsize if self.heavy else 0)
+
+    def written(self, symbol: str) -> Rendered:
+        e = Emitter(self.features)
+        if self.tasks:
+            scope = outside(e, self.kernel.buffers, self.vector_bytes)
+            hoist(self.epilogue, scope)
+            with e.loop(*share(e, TASK, self.rows * self.chunks, self.tasks), nonempty=True) as at:
+                chunk, row = divided(e, at.index, self.chunks)
+                place, image = divided(e, row, self.high.out)
+                inside = scope.child(dict(zip(self.axes, (image, *[place] * (len(self.axes) - 3)))))
+                hoist(self.epilogue, inside)
+                self._row(e, inside, chunk, place, self._address(e, scope, self.x, image))
+        return self.rendered(e, symbol, self.tasks)
+
+    def _address(self, e: Emitter, scope: Scope, view: View, first: V | None = None) -> V:
+        """Where a view begins, at index `first` of its first dim."""
+        base = e.gep(scope.pointers[view.buffer], view.offset * view.buffer.dtype.itemsize)
+        return base if first is None else step(e, base, first, view.strides[0] * view.buffer.dtype.itemsize)
+
+    def _row(self, e: Emitter, scope: Scope, chunk: V, row: V, image: V) -> None:
+        """The chunk's channels of one row of the result."""
+        side = self.high
+        top = e.bin("sub", e.bin("mul", row, side.stride), side.low)  # the row of x at the first row of the window
+        above, below = e.intrinsic("smax", e.bin("sub", e.i64(0), top), e.i64(0)), e.bin("sub", e.i64(side.size), top)
+        start, stop = (e.bin("sdiv", e.bin("add", n, side.dilation - 1), side.dilation) for n in (above, below))
+        rows = start, e.intrinsic("smin", stop, e.i64(side.window))
+        line = self.image.at(e, image, top)
+        channels = share(e, chunk, self.blocks, self.chunks)
+        last = e.cmp("eq", chunk, e.i64(self.chunks - 1))
+        whole = self.vectors * self.lanes
+        for shape, tiles in groupby(self._tiles(), key=lambda tile: tile[1:]):
+            starts = [start for start, *_ in tiles]
+            with e.loop(starts[0], starts[-1] + 1, self.across) as tile:
+                at = line, rows, tile.index, shape
+                if self.blocks:
+                    with e.loop(*channels) as block:
+                        self._tile(e, scope, *at, e.bin("mul", block.index, whole), self.vectors, 0)
+                if odd := self.channels - self.blocks * whole:
+                    with e.when(last):
+                        self._tile(e, scope, *at, e.i64(self.blocks * whole), -(-odd // self.lanes), odd % self.lanes)
+
+    def _tiles(self) -> list[tuple[int, int, frozenset[tuple[int, int]]]]:
+        """(first position, positions, (position, element of the window) pairs that are outside of x) of the tiles of a row."""
+        side, out = self.wide, []
+        for first in range(0, side.out, self.across):
+            have = min(self.across, side.out - first)
+            start = first * side.stride - side.low
+            missing = ((t, q) for column, t, q in self._reads(have) if not 0 <= start + column < side.size)
+            out.append((first, have, frozenset(missing)))
+        return out
+
+    def _reads(self, have: int) -> list[tuple[int, int, int]]:
+        """(column of x, position, element of the window) of all reads of a tile, in the order of memory; columns count from that
+        of its first window."""
+        side = self.wide
+        return sorted((t * side.stride + q * side.dilation, t, q) for t in range(have) for q in range(side.window))
+
+    def _tile(
+        self, e: Emitter, scope: Scope, line: V, rows: tuple[V, V], first: V, shape: tuple[int, frozenset[tuple[int, int]]],
+        channel: V, vectors: int, tail: int,
+    ) -> None:  # fmt: skip
+        """Positions from `first` on, and `vectors` of channels; the last has `tail` channels (0: all)."""
+        have, ty = shape[0], vector(stored(self.acc.dtype), self.lanes)
+        tails = [0] * (vectors - 1) + [tail]
+        start = [V("zeroinitializer", ty)] * vectors
+        if self.bias:
+            view, source = self.bias[0], Layout(self.bias[0].buffer.dtype, 0, self.bias[0].strides[0])
+            place = source.at(e, self._address(e, scope, view), 0, channel)
+            start = [self._load(e, source, source.at(e, place, 0, v * self.lanes), few) for v, few in enumerate(tails)]
+        weights = self.w.buffer.dtype
+        w = step(e, self._address(e, scope, self.w), channel, weights.itemsize)
+        column = e.bin("sub", e.bin("mul", first, self.wide.stride), self.wide.low)
+        x = step(e, self.image.at(e, line, 0, column), channel, self.x.strides[-1] * self.x.buffer.dtype.itemsize)
+        with e.loop(*rows, carried=start * have) as loop:
+            here = self.image.at(e, x, e.bin("mul", loop.index, self.high.dilation))
+            of_row = step(e, w, loop.index, self.wide.window * self.channels * weights.itemsize)
+            loop.next = self._taps(e, here, of_row, loop.carried, shape, tails)
+        if self.heavy:
+            self._finish_in_turn(e, scope, loop.results, first, channel, have, tails)
+            return
+        for n, total in enumerate(loop.results):
+            (t, v), mask = divmod(n, vectors), lane_mask(self.lanes, tail) if tail and n % vectors == vectors - 1 else None
+            at = scope.child({self.axes[-2]: e.bin("add", first, t)})
+            base = e.bin("add", channel, v * self.lanes)
+            inside = at.child({self.acc: total}, vector=self.axes[-1], base=base, lanes=self.lanes, mask=mask)
+            emit_statements(self.epilogue, inside)
+
+    def _taps(
+        self, e: Emitter, x: V, w: V, sums: Sequence[V], shape: tuple[int, frozenset[tuple[int, int]]], tails: Sequence[int]
+    ) -> list[V]:
+        """One row of the window, added to the sums of all positions and vectors: elements of x in the order of memory."""
+        (have, missing), out = shape, list(sums)
+        source, of_w = Layout(self.x.buffer.dtype, 0, self.x.strides[-1]), Layout(self.w.buffer.dtype, self.channels)
+        taps = [tap for tap in self._reads(have) if tap[1:] not in missing]
+        for v, few in enumerate(tails):
+            used = {q for _, _, q in taps}
+            factors = {q: self._load(e, of_w, of_w.at(e, w, q, v * self.lanes), few) for q in sorted(used)}
+            for column, readers in groupby(taps, key=lambda tap: tap[0]):
+                at = source.at(e, self.image.at(e, x, 0, column), 0, v * self.lanes)
+                value = self._load(e, source, at, few)
+                for _, t, q in readers:
+                    n = t * len(tails) + v
+                    if self.acc.dtype.is_float:
+                        out[n] = e.intrinsic("fmuladd", value, factors[q], out[n])
+                    else:
+                        out[n] = e.bin("add", out[n], e.bin("mul", value, factors[q]))
+        return out
+
+    def _load(self, e: Emitter, source: Layout, at: V, tail: int) -> V:
+        return load_line(e, at, source, self.lanes, self.acc.dtype, tail)
+
+    def _finish_in_turn(
+        self, e: Emitter, scope: Scope, totals: Sequence[V], first: V, channel: V, have: int, tails: Sequence[int]
+    ) -> None:
+        """The epilogue as a loop over the tile's positions, whose sums are in scratch."""
+        size, kept, vectors = self.acc.dtype.itemsize, e.gep(SCRATCH, self.sums_at), len(tails)
+        for n, total in enumerate(totals):
+            e.store(total, e.gep(kept, n * self.lanes * size), self.lanes * size)
+        columns = vectors * self.lanes - (self.lanes - tails[-1] if tails[-1] else 0)
+        with e.loop(0, have) as t:
+            at = scope.child({self.axes[-2]: e.bin("add", first, t.index)})
+            hoist(self.epilogue, at)
+            line = step(e, kept, t.index, vectors * self.lanes * size)
+
+            def element(c: V, line: V = line) -> V:
+                return e.load(totals[0].ty, step(e, line, c, size), size)
+
+            emit_epilogue(self.epilogue, at, self.acc, self.axes[-1], element, columns, self.lanes, channel, unroll=True)
