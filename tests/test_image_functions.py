@@ -129,7 +129,7 @@ WRONG = {
     "no elements": (lambda x: rlx.resize(x, (4, 0), (2, 3)), ShapeError, "cannot be resized to 0"),
     "a grid": (lambda x: rlx.grid_sample(x, np.zeros((1, 3, 3, 3), "f4")), ShapeError, r"\[1, \*result, 2\]"),
     "samples of the run": (
-        lambda x: rlx.roi_align(x, np.zeros((1, 4), "f4"), np.zeros(1, "i8"), (2, 2), 0), AttributeValueError, "samples"),
+        lambda x: rlx.roi_align(x, np.zeros((1, 4), "f4"), np.zeros(1, "i8"), (2, 2), 0), AttributeValueError, "1 sample"),
 }  # fmt: skip
 
 

@@ -45,8 +45,7 @@ def _named(label: str, name: str, names: Collection[str]) -> None:
 
 
 def _cubic(x: T, a: float, select: Callable[..., T]) -> T:
-    """R. Keys' convolution kernel at distance x."""
-    x = abs(x)
+    """R. Keys' convolution kernel at distance x >= 0."""
     near, far = ((a + 2) * x - (a + 3)) * x * x + 1, ((x * a - 5 * a) * x + 8 * a) * x - 4 * a
     return select(x <= 1, near, select(x < 2, far, x * 0))
 
@@ -56,7 +55,7 @@ def _taps(at: np.ndarray, n: int, scale: float, mode: str, a: float, exclude: bo
     reach = (1 if mode == "linear" else 2) / scale
     places = np.floor(at)[:, None] + np.arange(math.floor(-reach) + 1, math.ceil(reach) + 1)
     away = (at[:, None] - places) * scale
-    weights = np.clip(1 - np.abs(away), 0, 1) if mode == "linear" else _cubic(away, a, np.where)
+    weights = np.clip(1 - np.abs(away), 0, 1) if mode == "linear" else _cubic(np.abs(away), a, np.where)
     weights = np.where((places < 0) | (places >= n), 0, weights) if exclude else weights
     total = weights.sum(1, keepdims=True)
     return places, weights / np.where(total == 0, 1, total)
@@ -145,7 +144,7 @@ def _sample_taps(at: Value, size: int, mode: str, padding: str, align_corners: b
     else:
         base = ops.floor(at)
         part = at - base
-        kernel = lambda t: _cubic(part - t, -0.75, ops.where) if mode == "cubic" else 1 - ops.abs(part - t)  # noqa: E731
+        kernel = lambda t: _cubic(abs(part - t), -0.75, ops.where) if mode == "cubic" else 1 - abs(part - t)  # noqa: E731
         found = [(base + t, kernel(t)) for t in ((-1, 0, 1, 2) if mode == "cubic" else (0, 1))]
     taps = []
     for place, weight in found:
