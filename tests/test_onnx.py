@@ -16,6 +16,7 @@ from rlx.errors import (
     BindingError,
     CorruptFileError,
     InputDTypeError,
+    InputShapeError,
     MissingInputError,
     ModelError,
     UnknownNameError,
@@ -259,6 +260,73 @@ def test_without_the_package_the_message_names_it(tmp_path, monkeypatch):
 
 def _absent(name):
     raise ModuleNotFoundError("No module named 'onnx'", name="onnx")
+
+
+# -- states
+
+
+def decoder(width=4, vocab=11):
+    """One layer of attention over past and new keys, masked: ids, mask, past -> logits, present."""
+    make, rng = helper.make_node, np.random.default_rng(3)
+    nodes = [
+        make("Gather", ["table", "input_ids"], ["x"]), make("MatMul", ["x", "wk"], ["k"]), make("MatMul", ["x", "wv"], ["v"]),
+        make("Concat", ["past_key_values.0.key", "k"], ["present.0.key"], axis=1),
+        make("Concat", ["past_key_values.0.value", "v"], ["present.0.value"], axis=1),
+        make("Transpose", ["present.0.key"], ["kt"], perm=[0, 2, 1]), make("MatMul", ["x", "kt"], ["s"]),
+        make("Cast", ["attention_mask"], ["seen"], to=TensorProto.BOOL), make("Unsqueeze", ["seen", "one"], ["seen3"]),
+        make("Where", ["seen3", "s", "low"], ["m"]), make("Softmax", ["m"], ["p"], axis=-1),
+        make("MatMul", ["p", "present.0.value"], ["y"]), make("MatMul", ["y", "head"], ["logits"]),
+    ]  # fmt: skip
+    past = ["batch", "past_sequence_length", width]
+    inputs = [info("input_ids", ["batch", "sequence"], I64), info("attention_mask", ["batch", "total"], I64)]
+    inputs += [info(f"past_key_values.0.{n}", past) for n in ("key", "value")]
+    outputs = [info("logits", None), *(info(f"present.0.{n}", None) for n in ("key", "value"))]
+    dims = {"wk": (width, width), "wv": (width, width), "table": (vocab, width), "head": (width, vocab)}
+    weights = {n: rng.normal(size=d).astype(np.float32) for n, d in dims.items()}
+    return model(nodes, inputs, outputs, {**weights, "one": np.array([1]), "low": np.float32(-1e9)})
+
+
+def test_past_and_present_become_states_that_stay_on_the_device():
+    plain, net = OnnxModel(decoder()), OnnxModel(decoder(), states=12)
+    assert [i.name for i in net.inputs] == ["input_ids", "attention_mask"] and [o.name for o in net.outputs] == ["logits"]
+    for _ in range(2):
+        past, seen = {f"past_key_values.0.{n}": np.zeros((2, 0, 4), np.float32) for n in ("key", "value")}, 0
+        for ids in ([[1, 2, 3], [4, 5, 6]], [[7], [8]], [[9], [10]], [[0], [1]]):
+            ids = np.array(ids)
+            seen += ids.shape[1]
+            given = {"input_ids": ids, "attention_mask": np.ones((2, seen), np.int64)}
+            want = plain.run({**given, **past})
+            past = {f"past_key_values.0.{n}": want[f"present.0.{n}"] for n in ("key", "value")}
+            np.testing.assert_allclose(net.run(given)["logits"], want["logits"], rtol=1e-5, atol=1e-6)
+        assert net.filled == 6 and len(net.reasons) == 2
+        net.reset()
+
+
+def test_states_that_are_full_are_named():
+    net = OnnxModel(decoder(), states=3)
+    given = {"input_ids": np.zeros((1, 2), np.int64), "attention_mask": np.ones((1, 2), np.int64)}
+    net.run(given)
+    with pytest.raises(InputShapeError, match="the states hold 3 rows, 2 are filled, and 2 more come"):
+        net.run({**given, "attention_mask": np.ones((1, 4), np.int64)})
+    net.run({"input_ids": np.zeros((1, 1), np.int64), "attention_mask": np.ones((1, 3), np.int64)})
+
+
+def test_an_executable_is_compiled_for_named_dims_and_saved_with_its_weights(tmp_path):
+    proto, w, b = linear()
+    net, x = OnnxModel(proto), RNG.normal(size=(4, 300)).astype(np.float32)
+    np.testing.assert_allclose(net.compile({"n": 4})(x), x @ w + b, rtol=1e-4, atol=1e-5)
+    assert net.executable({"x": x}) is net.executable({"x": x}) and net.reasons == ["first call"]
+    net.save(tmp_path / "net.rlx", {"x": x})
+    np.testing.assert_allclose(rlx.load(tmp_path / "net.rlx")(x), x @ w + b, rtol=1e-4, atol=1e-5)
+
+
+def test_dims_of_arrays_are_compared_with_those_that_the_model_declares():
+    net = OnnxModel(decoder())
+    past = {f"past_key_values.0.{n}": np.zeros((1, 0, 4), np.float32) for n in ("key", "value")}
+    with pytest.raises(InputShapeError, match=r"'attention_mask' is i64\[batch,total\], got .*3\], and batch is 1 elsewhere"):
+        net.run({"input_ids": np.zeros((1, 3), np.int64), "attention_mask": np.ones((2, 3), np.int64), **past})
+    with pytest.raises(InputShapeError, match=r"got dims \[3\]"):
+        net.run({"input_ids": np.zeros(3, np.int64), "attention_mask": np.ones((2, 3), np.int64), **past})
 
 
 # -- sizes that depend on data

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx.backend import base
 
-from rlx.errors import BindingError, DeviceError
+from rlx.errors import DeviceError
 from rlx.frontends.onnx.model import OnnxModel
 from rlx.runtime import Session
 
@@ -28,10 +28,7 @@ class RlxRep(base.BackendRep):
         """The outputs, for inputs by position or by name."""
         if isinstance(inputs, Mapping):
             return tuple(self.model.run(inputs).values())
-        given = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
-        if len(given) > len(self.model.inputs):
-            raise BindingError(f"the model has {len(self.model.inputs)} inputs, got {len(given)}")
-        return tuple(self.model.run(dict(zip(self.model.inputs, given))).values())
+        return tuple(self.model.run(inputs if isinstance(inputs, (list, tuple)) else [inputs]))
 
 
 class RlxBackend(base.Backend):

@@ -19,11 +19,13 @@ from rlx.frontends.onnx import functions
 from rlx.frontends.onnx.call import Call, NotKnown, Operand, Refused
 from rlx.frontends.onnx.counted import Bound, follow
 from rlx.frontends.onnx.proto import Source, numpy_type, stored
+from rlx.frontends.onnx.states import following
 from rlx.frontends.onnx.structure import opsets
 from rlx.frontends.onnx.table import find
 from rlx.ir.dtype import as_dtype
 from rlx.ir.evaluate import evaluate_node
 from rlx.ir.graph import CONSTANT, PARAM, Graph
+from rlx.ir.handle import BufferHandle
 from rlx.ir.node import Node, Value, constant
 from rlx.ir.shape import Shape
 
@@ -166,8 +168,13 @@ class Importer:
     """One import. `dims`: sizes of named dims. `given`: facts about inputs: a Shape, the contents (an array) if these must be
     known, a list of them for a sequence, None for an optional that is absent."""
 
-    def __init__(self, source: Source, dims: Mapping[str, int], given: Mapping[str, Any]) -> None:
+    def __init__(
+        self, source: Source, dims: Mapping[str, int], given: Mapping[str, Any],
+        states: Mapping[str, str] | None = None, capacity: int = 0,
+    ) -> None:  # fmt: skip
+        """`states`: inputs that are states of `capacity` rows, and the outputs that are their next values."""
         self.source, self.dims, self.given = source, dims, given
+        self.states, self.capacity, self.rows = states or {}, capacity, 0
         self.graph = Graph(source.model.graph.name or "onnx")
         self.refusals: list[str] = []
         self.wanted: dict[str, str] = {}  # input whose contents must be known -> why
@@ -185,14 +192,18 @@ class Importer:
         scope = GraphScope(self, None, opsets(self.source.model))
         try:
             for info in self.source.inputs:
-                scope.names[info.name] = self.input(info.name, info.type, self.given.get(info.name, Ellipsis))
+                past = info.name in self.states
+                given = self.given.get(info.name, Ellipsis)
+                scope.names[info.name] = self.past(info) if past else self.input(info.name, info.type, given)
             self.outputs = scope.graph(proto)
         except (Refused, GraphError) as e:
             self.refusals.append(str(e))
         if self.refusals or self.wanted:
             return self.graph
-        names, values = [], []
-        for info, x in zip(proto.output, self.outputs):
+        self.assign({o.name: x for o, x in zip(proto.output, self.outputs)})
+        kept = [(o, x) for o, x in zip(proto.output, self.outputs) if o.name not in self.states.values()]
+        self.outputs, names, values = [x for _, x in kept], [], []
+        for info, x in kept:
             for name, value in flat(info.name, x):
                 names.append(name)
                 values.append(value if isinstance(value, Value) else self.constant(value))
@@ -200,8 +211,8 @@ class Importer:
         self.graph.set_outputs([*values, *counts], [*names, *counts.values()])
         used = {v for n in self.graph.nodes() for v in n.inputs} | set(values)
         self.graph.params = [p for p in self.graph.params if p in used]
-        kept = {p.name for p in self.graph.params}
-        self.graph.weights = {name: array for name, array in self.graph.weights.items() if name in kept}
+        left = {p.name for p in self.graph.params}
+        self.graph.weights = {name: array for name, array in self.graph.weights.items() if name in left}
         return self.graph
 
     # -- leaves
@@ -225,11 +236,28 @@ class Importer:
         if given is Ellipsis:
             if not kind.tensor_type.HasField("shape"):
                 raise Refused(f"input {name!r} has no declared rank: give its dims when the model is imported")
-            given = [_dim(d, self.dims, f"{name}_{axis}") for axis, d in enumerate(kind.tensor_type.shape.dim)]
+            given = dims_of(name, kind, self.dims)
         value = self.graph.input(name, tuple(given), dtype)
         if dtype != as_dtype_or_none(code):
             self.types[value] = code
         return value
+
+    def past(self, info: onnx.ValueInfoProto) -> Value:
+        """The state in place of an input."""
+        dims = dims_of(info.name, info.type, self.dims)
+        open_ = {d for d in dims if not isinstance(d, int)}
+        if len(open_) > 1:
+            raise Refused(f"input {info.name!r} is a state with the open dims {known(open_)}: one of them alone may be its rows")
+        dtype = as_dtype(stored(numpy_type(info.type.tensor_type.elem_type, f"input {info.name!r}")))
+        return self.graph.handle(BufferHandle(info.name, tuple(self.capacity if d in open_ else d for d in dims), dtype))
+
+    def assign(self, outputs: Mapping[str, Any]) -> None:
+        """Sets the next values of states."""
+        for handle in list(self.graph.handles):
+            name = str(handle.name)
+            if name in self.states:
+                value, self.rows = following(name, handle, outputs[self.states[name]])
+                self.graph.assign(handle, value)
 
     def initialiser(self, tensor: onnx.TensorProto | onnx.SparseTensorProto) -> Operand:
         array = self.source.array(tensor)
@@ -354,11 +382,13 @@ def _name(tensor: onnx.TensorProto | onnx.SparseTensorProto) -> str:
     return tensor.values.name if isinstance(tensor, onnx.SparseTensorProto) else tensor.name
 
 
-def _dim(d: onnx.TensorShapeProto.Dimension, sizes: Mapping[str, int], name: str) -> int | str:
-    """The size of a dim, or its name as an identifier."""
-    if d.HasField("dim_value"):
-        return d.dim_value
-    return sizes.get(d.dim_param, sizes.get(identifier(d.dim_param or name), identifier(d.dim_param or name)))
+def dims_of(name: str, kind: onnx.TypeProto, sizes: Mapping[str, int]) -> list[int | str]:
+    """The declared dims of an input, with the sizes of those that have one; the others by name, as identifiers."""
+    dims: list[int | str] = []
+    for axis, d in enumerate(kind.tensor_type.shape.dim):
+        own = identifier(d.dim_param or f"{name}_{axis}")
+        dims.append(d.dim_value if d.HasField("dim_value") else sizes.get(own, sizes.get(d.dim_param, own)))
+    return dims
 
 
 def identifier(name: str) -> str:
@@ -368,7 +398,7 @@ def identifier(name: str) -> str:
 
 
 def from_onnx(
-    model: onnx.ModelProto | bytes | str | PathLike[str], dims: Mapping[str, int] | None = None,
+    model: Source | onnx.ModelProto | bytes | str | PathLike[str], dims: Mapping[str, int] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> Graph:  # fmt: skip
     """The graph of an ONNX model: a path, the bytes of a file, or a ModelProto. `dims`: sizes of its named dims; others stay

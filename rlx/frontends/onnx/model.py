@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
 
-from rlx.errors import BindingError, InputDTypeError, MissingInputError, UnknownNameError, known
+from rlx.errors import BindingError, InputDTypeError, InputShapeError, MissingInputError, UnknownNameError, known
 from rlx.forks import Lock
-from rlx.frontends.onnx.importer import Importer, check, flat, from_onnx
+from rlx.frontends.onnx.importer import Importer, check, dims_of, flat, from_onnx
 from rlx.frontends.onnx.proto import Source, numpy_type, stored
+from rlx.frontends.onnx.states import MASK, pairs
+from rlx.ir.dtype import as_dtype
 from rlx.ir.graph import Graph
-from rlx.ir.shape import Shape
-from rlx.runtime import CompiledGraph, CompileOptions, Session
-from rlx.runtime.weights import store_of
+from rlx.ir.shape import Dim, Shape
+from rlx.ir.shown import Shown, counted
+from rlx.runtime import CompiledGraph, CompileOptions, HandleStore, ParamStore, Session
 
 REMEMBERED = 32  # compiled signatures of a model; the oldest is dropped first
+
+
+class Input(NamedTuple):
+    """An input or output of a model. `shape`: None for a sequence, and where the model does not declare it."""
+
+    name: str
+    shape: Shape | None
 
 
 class _Compiled(NamedTuple):
@@ -27,61 +36,109 @@ class _Compiled(NamedTuple):
     names: tuple[str, ...]  # inputs of the graph
     outputs: tuple[Any, ...]  # an array, a name of an output of the graph, a list of them, or None, for each output
     counts: Mapping[str, tuple[int, str]]  # output of the graph -> the axis that is cut, and the output that says where
+    rows: int  # that a run adds to the states
 
 
-class OnnxModel:
+class OnnxModel(Shown):
     """A model that is compiled for the dims and dtypes of its inputs, once for each combination. Inputs that hold shapes or axes
     are compiled for their contents. `reasons`: why it was compiled, once for each time."""
 
     def __init__(
-        self, model: onnx.ModelProto | bytes | str | PathLike[str], *, session: Session | None = None, device: str = "cpu",
-        options: CompileOptions | None = None,
+        self, model: Source | onnx.ModelProto | bytes | str | PathLike[str], *, session: Session | None = None,
+        device: str = "cpu", options: CompileOptions | None = None, states: int | None = None,
     ) -> None:  # fmt: skip
+        """`states`: so many rows of past keys and values are kept on the device between runs, if the model has inputs and outputs
+        for them (past_key_values.0.key and present.0.key), which are then no arguments and results of a run. Rows that are not
+        filled stand first; attention_mask is given for the filled ones and the new ones, and padded.
+
+        ModelError: the file is damaged, or contradicts itself. Unsupported nodes are refused by the first run, or `compile`."""
         self._source = model if isinstance(model, Source) else Source(model)
-        self.session, self.options = session or Session(device), options or CompileOptions()
+        self.session, self.options, self.states = session or Session(device), options or CompileOptions(), states
         self.reasons: list[str] = []
-        self._kinds = {i.name: i.type for i in self._source.inputs}
-        self._outputs = list(self._source.model.graph.output)
+        self.filled = 0  # rows of the states
+        self._pairs = pairs(self._source) if states else {}
+        self._kinds = {i.name: i.type for i in self._source.inputs if i.name not in self._pairs}
+        gone = set(self._pairs.values())
+        self._outputs = [o for o in self._source.model.graph.output if o.name not in gone]
         self._known: set[str] = set()  # inputs whose contents are compiled in
         self._kept: OrderedDict[Any, _Compiled] = OrderedDict()
-        self._params: Any = None
+        self._params, self._handles = ParamStore(), HandleStore()
         self._lock = Lock()
 
-    @property
-    def inputs(self) -> list[str]:
-        return list(self._kinds)
+    def _line(self) -> str:
+        names = ", ".join(self._kinds), ", ".join(o.name for o in self._outputs)
+        return f"{self._source.name} on {self.session.device}: {names[0]} -> {names[1]}; {counted(len(self._kept), 'signature')}"
 
     @property
-    def outputs(self) -> list[str]:
-        return [o.name for o in self._outputs]
+    def inputs(self) -> tuple[Input, ...]:
+        """Name and shape of every input. Named dims may have any size."""
+        return tuple(Input(name, _declared(name, kind)) for name, kind in self._kinds.items())
+
+    @property
+    def outputs(self) -> tuple[Input, ...]:
+        return tuple(Input(o.name, _declared(o.name, o.type)) for o in self._outputs)
+
+    # -- graphs and executables
 
     def graph(self, dims: Mapping[str, int] | None = None, values: Mapping[str, Any] | None = None) -> Graph:
         """The graph of the model; see rlx.from_onnx."""
-        return from_onnx(self._source, dims, values)  # type: ignore[arg-type]
+        return from_onnx(self._source, dims, values)
 
-    def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run once on named arrays: lists of them for sequences, None for an optional that is absent. Returns a fresh array for
-        each output, or a list or None."""
-        given = self._given(inputs)
+    def compile(self, dims: Mapping[str, int] | None = None, values: Mapping[str, Any] | None = None) -> CompiledGraph:
+        """An executable with the weights, for these sizes of named dims, and these contents or Shapes of inputs. All executables
+        of a model share the weights."""
+        return self._compiled(self.graph(dims, values))
+
+    def executable(self, inputs: Mapping[str, Any]) -> CompiledGraph | None:
+        """The executable that a run on these inputs uses, compiled if need be. None: all outputs are known without a run."""
         with self._lock:
+            return self._get(self._given(inputs)).compiled
+
+    def save(self, path: str | PathLike[str], inputs: Mapping[str, Any], weights: bool = True) -> int:
+        """Write the executable for such inputs to an artifact, for rlx.load. Returns its size in bytes."""
+        found = self.executable(inputs)
+        if found is None:
+            raise BindingError(f"{self._source.name} has nothing to save: its outputs are known without a run")
+        return found.save(path, weights=weights)
+
+    # -- running
+
+    def run(self, inputs: Mapping[str, Any] | Sequence[Any]) -> Any:
+        """Run once on arrays: lists of them for sequences, None for an optional that is absent. Returns a fresh array for each
+        output (or a list, or None): {name: array} for inputs by name, a list for inputs by position."""
+        if not isinstance(inputs, Mapping):
+            return list(self.run(self._named(inputs)).values())
+        with self._lock:
+            given = self._given(inputs)
             found = self._get(given)
+            self._check_room(found.rows)
             feeds = {name: x for key, value in given.items() for name, x in flat(key, value)}
             results: dict[str, np.ndarray] = {}
             if found.compiled is not None:
                 arrays = found.compiled.run({name: feeds[name] for name in found.names})
                 results = {o.name: a for o, a in zip(found.compiled.outputs, arrays)}
+            self.filled += found.rows
         for name, (axis, count) in found.counts.items():
             results[name] = results[name][(slice(None),) * axis + (slice(int(results[count])),)]
         return {o.name: _built(tree, results, _element(o.type)) for o, tree in zip(self._outputs, found.outputs)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run once on inputs by position and by name. Returns an array, or a tuple if the model has several outputs."""
-        if len(args) > len(self._kinds):
-            raise BindingError(f"the model has {len(self._kinds)} inputs ({known(self._kinds)}), got {len(args)} by position")
-        results = tuple(self.run({**dict(zip(self._kinds, args)), **kwargs}).values())
+        results = tuple(self.run({**self._named(args), **kwargs}).values())
         return results[0] if len(results) == 1 else results
 
-    # -- signatures
+    def reset(self) -> None:
+        """States are empty again."""
+        with self._lock:
+            self._handles, self.filled = HandleStore(), 0
+            for found in self._kept.values():
+                if found.compiled is not None:
+                    found.compiled.use_handles(self._handles)
+
+    def _named(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        if len(inputs) > len(self._kinds):
+            raise BindingError(f"the model has {len(self._kinds)} inputs ({known(self._kinds)}), got {len(inputs)} by position")
+        return dict(zip(self._kinds, inputs))
 
     def _given(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         if extra := sorted(set(inputs) - set(self._kinds)):
@@ -89,7 +146,17 @@ class OnnxModel:
         missing = [n for n, k in self._kinds.items() if n not in inputs and not k.HasField("optional_type")]
         if missing:
             raise MissingInputError(f"no value for input {known(missing)}")
-        return {name: _arrays(name, inputs.get(name), kind) for name, kind in self._kinds.items()}
+        given = {name: _arrays(name, inputs.get(name), kind) for name, kind in self._kinds.items()}
+        if self._pairs and MASK in given and given[MASK].ndim == 2:
+            room = (self.states or 0) - self.filled  # rows that are not filled are masked
+            given[MASK] = np.pad(given[MASK], ((0, 0), (max(room, 0), 0)))
+        return given
+
+    def _check_room(self, rows: int) -> None:
+        if self._pairs and self.filled + rows > (self.states or 0):
+            raise InputShapeError(f"the states hold {self.states} rows, {self.filled} are filled, and {rows} more come: reset()")
+
+    # -- signatures
 
     def _get(self, given: Mapping[str, Any]) -> _Compiled:
         while True:
@@ -98,35 +165,48 @@ class OnnxModel:
             if (found := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 return found
-            importer = Importer(self._source, {}, {n: _shown(x, n in self._known) for n, x in given.items()})
+            about = {n: _shown(x, n in self._known) for n, x in given.items()}
+            importer = Importer(self._source, self._sizes(given), about, self._pairs, self.states or 0)
             importer.run()
             fresh = {n for n in importer.wanted if n in given} - self._known
             if not fresh:
                 break
             self._known |= fresh
         check(importer)
-        made = self._compile(importer)
+        made = self._signature(importer)
         self.reasons.append(self._reason(signature))
         self._kept[key] = made
         if len(self._kept) > REMEMBERED:
             self._kept.popitem(last=False)
         return made
 
-    def _compile(self, importer: Importer) -> _Compiled:
+    def _sizes(self, given: Mapping[str, Any]) -> dict[str, int]:
+        """The named dims of inputs, from arrays. InputShapeError: an array does not have the declared dims."""
+        sizes: dict[str, int] = {}
+        for name, x in given.items():
+            declared = _declared(name, self._kinds[name])
+            if declared is None or not isinstance(x, np.ndarray):
+                continue
+            if len(declared.dims) != x.ndim:
+                raise InputShapeError(f"input {name!r} is {declared}, got dims {list(x.shape)}")
+            for dim, size in zip(declared.dims, x.shape):
+                if (sizes.setdefault(str(dim), size) if isinstance(dim, Dim) else dim) != size:
+                    was = f", and {dim} is {sizes[str(dim)]} elsewhere" if isinstance(dim, Dim) else ""
+                    raise InputShapeError(f"input {name!r} is {declared}, got dims {list(x.shape)}{was}")
+        return sizes
+
+    def _signature(self, importer: Importer) -> _Compiled:
         graph = importer.graph
         names = dict(zip(graph.outputs, graph.output_names))
-        trees = []
-        for info, x in zip(self._outputs, importer.outputs):
-            kept = iter(flat(info.name, x))
-            trees.append(_tree(x, kept))
+        trees = [_tree(x, (name for name, _ in flat(info.name, x))) for info, x in zip(self._outputs, importer.outputs)]
         counts = {n: (b.axis, names[b.count]) for v, n in names.items() if (b := importer.bounds.get(v))}
-        compiled = None
-        if graph.outputs:
-            compiled = self.session.compile(graph, self.options, self._params)
-            if self._params is None:
-                self._params = store_of(compiled.params)
-            compiled.set_params({name: graph.weights[name] for name in compiled.missing_params()})
-        return _Compiled(compiled, tuple(str(v.name) for v in graph.inputs), tuple(trees), counts)
+        compiled = self._compiled(graph) if graph.outputs or graph.assigns else None
+        return _Compiled(compiled, tuple(str(v.name) for v in graph.inputs), tuple(trees), counts, importer.rows)
+
+    def _compiled(self, graph: Graph) -> CompiledGraph:
+        compiled = self.session.compile(graph, self.options, self._params, self._handles)
+        compiled.set_params({name: graph.weights[name] for name in compiled.missing_params()})
+        return compiled
 
     def _reason(self, new: Mapping[str, Any]) -> str:
         if not self._kept:
@@ -134,6 +214,13 @@ class OnnxModel:
         last = dict(next(reversed(self._kept)))
         changed = [f"{n} is {_text(x)}, was {_text(last.get(n))}" for n, x in new.items() if x != last.get(n)]
         return "; ".join(changed) or "dropped, as too many were kept"
+
+
+def _declared(name: str, kind: onnx.TypeProto) -> Shape | None:
+    if not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
+        return None
+    dtype = as_dtype(stored(numpy_type(kind.tensor_type.elem_type, f"{name!r}")))
+    return Shape(dims_of(name, kind, {}), dtype)
 
 
 def _arrays(name: str, x: Any, kind: onnx.TypeProto) -> Any:
@@ -169,19 +256,17 @@ def _text(x: Any) -> str:
 
 
 def _shown(x: Any, contents: bool) -> Any:
-    """What an import is told about an input."""
+    """The facts about an input that an import needs."""
     if isinstance(x, list):
         return [_shown(e, contents) for e in x]
     return x if x is None or contents else Shape(x.shape, x.dtype)
 
 
-def _tree(x: Any, names: Iterator[tuple[str, Any]]) -> Any:
+def _tree(x: Any, names: Iterator[str]) -> Any:
     """An output with the names of the graph's outputs in place of Values."""
     if isinstance(x, list):
         return [_tree(e, names) for e in x]
-    if x is None:
-        return None
-    return next(names)[0]
+    return None if x is None else next(names)
 
 
 def _element(kind: onnx.TypeProto) -> int:
@@ -196,15 +281,14 @@ def _element(kind: onnx.TypeProto) -> int:
 
 
 def _built(tree: Any, results: Mapping[str, np.ndarray], code: int) -> Any:
+    """An output in the element type that the model declares."""
     if isinstance(tree, list):
         return [_built(e, results, code) for e in tree]
     if tree is None:
         return None
     array = results[tree]
-    if not code:
-        return array
-    want = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(code))
+    want = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(code)) if code else array.dtype
     return array.astype(want) if array.dtype != want and array.dtype == stored(want) else array
 
 
-__all__ = ["OnnxModel"]
+__all__ = ["Input", "OnnxModel"]

@@ -1,0 +1,36 @@
+"""Past and present keys and values of a decoder, by their names: they become states, which stay on the device between runs.
+
+A state holds the last rows of its past. Rows that are not filled stand first, and the attention mask hides them.
+"""
+
+from __future__ import annotations
+
+from rlx.errors import GraphError
+from rlx.frontends.onnx.proto import Source
+from rlx.ir.node import Value
+
+MASK = "attention_mask"  # the input that hides rows of the past
+_NAMES = (("past_key_values", "present"), ("past", "present"), ("past_key_values", "present_key_values"))
+
+
+def pairs(source: Source) -> dict[str, str]:
+    """The input of each past, and the output of its present: past_key_values.0.key and present.0.key, or past_0 and present_0."""
+    outputs = {o.name for o in source.model.graph.output}
+    made = ((i.name, i.name.replace(past, present)) for i in source.inputs for past, present in _NAMES if past in i.name)
+    return {name: present for name, present in made if present in outputs}
+
+
+def following(name: str, past: Value, present: Value) -> tuple[Value, int]:
+    """The next state, and the rows that a run adds: the present, or its last rows if it is longer than the past."""
+    longer = [a for a, (p, q) in enumerate(zip(past.dims, present.dims)) if p != q]
+    if past.rank != present.rank or past.dtype != present.dtype or len(longer) > 1:
+        raise GraphError(f"the present of {name!r} is {present.shape}, which is no longer form of the past {past.shape}")
+    if not longer:
+        return present, 0
+    was, now = past.shape.static[longer[0]], present.shape.static[longer[0]]
+    if now < was:
+        raise GraphError(f"the present of {name!r} is {present.shape}, shorter than the past {past.shape}")
+    return present[(slice(None),) * longer[0] + (slice(now - was, now),)], now - was
+
+
+__all__ = ["MASK", "following", "pairs"]
