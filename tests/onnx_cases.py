@@ -4,7 +4,8 @@
     python -m tests.onnx_cases --kind node --only 'resize' --failures
     PYTHONPATH=folder-with-another-onnx:. python -m tests.onnx_cases
 
-A case passes, is refused (Unsupported, with the reason), is wrong (other results than expected), or ends in another error.
+A case passes, is refused (Unsupported, with the reason), is wrong (other results than expected), or ends in another error. Cases
+that need not pass are in tests/onnx_excluded.py. The run fails if another case does not pass, or if one of these does.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from onnx.backend.test.runner import Runner
 
 from rlx.errors import Unsupported
 from rlx.frontends.onnx import backend
+from tests.onnx_excluded import excluded
 
 KINDS = ("node", "simple", "real", "pytorch-converted", "pytorch-operator")
 LIGHT = "onnx/backend/test/data/light/"
@@ -113,6 +115,13 @@ def run(kind: str, case: Any, device: str = "CPU") -> Outcome:
     return Outcome(kind, case.name, "(expanded)" if "_expanded" in case.name else op, state, reason, time.perf_counter() - start)
 
 
+def judged(o: Outcome) -> str:
+    """The fault of an outcome: it does not pass and is not excluded, or is excluded and passes; "" if there is none."""
+    if (why := excluded(o.name)) is None:
+        return "" if o.state == "pass" else f"{o.state:8} {o.name}: {o.reason[:400]}"
+    return f"{o.name} passes, and is excluded: {why}" if o.state == "pass" else ""
+
+
 _todo: list[tuple[str, Any]] = []
 
 
@@ -139,12 +148,12 @@ def show(outcomes: Sequence[Outcome], failures: bool) -> None:
             print(f"{op:36}" + "".join(f"{found[s] or '':>9}" for s in STATES))
     print(f"{'operator':36}" + "".join(f"{s:>9}" for s in STATES))
     if failures:
-        for o in sorted(outcomes):
-            if o.state != "pass":
-                print(f"{o.state:8} {o.name}: {o.reason[:400]}")
+        print(*filter(None, map(judged, sorted(outcomes))), sep="\n")
     for kind in dict.fromkeys(o.kind for o in outcomes):
         found = Counter(o.state for o in outcomes if o.kind == kind)
         print(f"onnx {onnx.__version__}, {kind}: " + ", ".join(f"{found[s]} {s}" for s in STATES))
+    out, faults = (sum(bool(f(o)) for o in outcomes) for f in (lambda o: excluded(o.name), judged))
+    print(f"{out} cases are excluded, {faults} are faults")
     slow = sorted(outcomes, key=lambda o: -o.seconds)[:3]
     print(f"{sum(o.seconds for o in outcomes):.0f} s; slowest: " + ", ".join(f"{o.name} {o.seconds:.1f} s" for o in slow))
 
@@ -154,14 +163,14 @@ def main() -> None:
     parser.add_argument("--kind", nargs="+", choices=(*KINDS, "light"), default=KINDS)
     parser.add_argument("--only", default="", help="a regular expression that a case's name has")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--failures", action="store_true", help="also each case that does not pass, with the reason")
+    parser.add_argument("--failures", action="store_true", help="also each case that is a fault, with the reason")
     given = parser.parse_args()
     kinds = ["real" if k == "light" else k for k in given.kind]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcomes = list(run_all(list(cases(kinds, given.only)), given.jobs))
     show(outcomes, given.failures)
-    sys.exit(any(o.state in ("wrong", "error") for o in outcomes))
+    sys.exit(any(map(judged, outcomes)))
 
 
 if __name__ == "__main__":

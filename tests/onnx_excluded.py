@@ -1,0 +1,23 @@
+"""Cases of ONNX's own backend tests that rlx does not pass, each with the reason. A case that passes must leave this list."""
+
+from __future__ import annotations
+
+import re
+
+TEXT = "elements are text: rlx computes with numbers"
+RANDOM = "expected data are numpy's random numbers; ONNX leaves the generator open"
+
+EXCLUDED = {  # pattern of whole names of cases -> reason
+    r"test_ai_onnx_ml_label_encoder_(string_int|string_int_no_default|tensor_mapping|tensor_value_only_mapping)": TEXT,
+    r"test_(equal_string|regex_full_match|string_concat|string_split|strnormalizer|strnorm_model|tfidfvectorizer_str).*": TEXT,
+    r"test_image_decoder_decode_.*": "the input is a file of an image format: decode it before",
+    r"test_bernoulli(_double|_seed)?(_expanded)?": RANDOM,
+    r"test_training_dropout(_default)?(_mask)?": RANDOM,
+    r"test_attention_4d_causal_fp16_expanded": "expected data sum products in f16; rlx sums them in f32, and is closer",
+    r"test_loop16_seq_none": "ONNX's own comparison fails: it takes the length of an array without dims",
+}
+
+
+def excluded(name: str) -> str | None:
+    """The reason why a case is excluded; None: it is not."""
+    return next((why for pattern, why in EXCLUDED.items() if re.fullmatch(pattern, name)), None)
