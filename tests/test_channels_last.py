@@ -275,3 +275,13 @@ def test_factors_of_narrow_weights_stay_apart():
     y = rlx.conv(g.input("x", (2, 3, 8), "bf16"), g.param("w", (6, 3, 3), "bf16"))
     g.set_outputs([y * g.param("s", (6, 1), "bf16")])
     assert work(folding(g, compilation())) == ["conv", "mul"]
+
+
+def test_both_passes_can_be_left_out():
+    graph = network(lambda x, conv, param: conv(rlx.batch_norm(conv(x), *(param(6) for _ in range(4)))))
+    given, params, found = feeds(graph.inputs), feeds(graph.params), []
+    for disable in ((), ("folding",), ("channels_last",), ("folding", "channels_last")):
+        compiled = rlx.Session("cpu").compile(graph, rlx.CompileOptions(threads=1, disable=disable))
+        compiled.set_params(params)
+        found.append(compiled.run(given)[0])
+        np.testing.assert_allclose(found[-1], found[0], rtol=2e-5)
