@@ -226,7 +226,7 @@ class Methods:
     def group_norm(self, *affine: Operand, groups: int, eps: float = 1e-05, shape: Any = None, name: str | None = None) -> Value:
         """Group normalisation of x [batch, channels, …] over each group of channels and all later dims; scale and bias are per
         channel."""
-    def batch_norm(self, y: Operand, z: Operand, /, axis: int = 1, eps: float = 1e-05, *, shape: Any = None, name: str | None = None) -> Value:
+    def batch_norm(self, scale: Operand, bias: Operand, mean: Operand, variance: Operand, /, axis: int = 1, eps: float = 1e-05, *, shape: Any = None, name: str | None = None) -> Value:
         """Batch normalisation with known statistics, each [x.dims[axis]]: (x - mean) / sqrt(variance + eps) * scale + bias."""
     def argmax(self, /, axis: int = -1, keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
         """Index (i64) of the greatest element along `axis`: the first on ties, the first NaN if there is one."""

@@ -217,7 +217,7 @@ def rms_norm(x: Operand, *affine: Operand, axis: int = -1, eps: float = 1e-06, s
 def group_norm(x: Operand, *affine: Operand, groups: int, eps: float = 1e-05, shape: Any = None, name: str | None = None) -> Value:
     """Group normalisation of x [batch, channels, …] over each group of channels and all later dims; scale and bias are per
     channel."""
-def batch_norm(x: Operand, y: Operand, z: Operand, /, axis: int = 1, eps: float = 1e-05, *, shape: Any = None, name: str | None = None) -> Value:
+def batch_norm(x: Operand, scale: Operand, bias: Operand, mean: Operand, variance: Operand, /, axis: int = 1, eps: float = 1e-05, *, shape: Any = None, name: str | None = None) -> Value:
     """Batch normalisation with known statistics, each [x.dims[axis]]: (x - mean) / sqrt(variance + eps) * scale + bias."""
 def argmax(x: Operand, /, axis: int = -1, keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
     """Index (i64) of the greatest element along `axis`: the first on ties, the first NaN if there is one."""

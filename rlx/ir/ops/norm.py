@@ -138,8 +138,8 @@ group_norm = op(
 )  # fmt: skip
 
 
-def _batch_norm_shape(attrs: BatchNormAttrs, x: Shape, *params: Shape) -> Shape:
-    same_dtype(x, *params)
+def _batch_norm_shape(attrs: BatchNormAttrs, x: Shape, scale: Shape, bias: Shape, mean: Shape, variance: Shape) -> Shape:
+    same_dtype(x, *(params := (scale, bias, mean, variance)))
     axis = axis_of(attrs.axis, x.rank)
     for s in params:
         if s.dims != x.dims[axis : axis + 1]:
