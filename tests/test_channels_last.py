@@ -193,7 +193,7 @@ def test_a_transpose_stays_where_moving_it_moves_more_elements():
     graph = network(lambda x, conv, param: (conv(x[:, :, :1], 3) + x) * x)
     passed = canonicalise(channels_last(graph, compilation()), compilation())
     assert_same_results(graph, passed)
-    assert sum(n.results[0].size for n in moved(passed)) <= 2 * 2 * 3 * 10
+    assert all(n.results[0].size < graph.inputs[0].size for n in moved(passed))
 
 
 def test_no_other_graph_changes():

@@ -25,6 +25,7 @@ from rlx.ir.ops.windows import positions, windows
 from rlx.ir.shape import DimLike, Shape
 
 Ints = tuple[int, ...]
+FEW = 4  # channels
 
 
 class SpatialAttrs(Attrs):
@@ -133,11 +134,15 @@ def _conv(attrs: ConvAttrs, x: Value, w: Value, b: Value | None = None) -> Value
 
 
 def _last(attrs: ConvAttrs, x: Value, w: Value, *b: Value) -> Value | None:
-    """OpDef.last: also of the weights."""
+    """OpDef.last: also of the weights. Few channels are padded as they are: elements of a line stay adjacent."""
     if attrs.channels_last:
         return None
-    w = transpose(w, axes=(*range(2, w.rank), 1, 0))
-    return from_last(conv(to_last(x, False), w, *b, **{**vars(attrs), "channels_last": True}), False)
+    w, how = transpose(w, axes=(*range(2, w.rank), 1, 0)), {**vars(attrs), "channels_last": True}
+    low, high = (attrs.each(name, w.rank - 2) for name in ("low", "high"))
+    if x.shape.static[1] <= FEW and any(low + high):
+        x = pad(x, low=(0, 0, *low), high=(0, 0, *high))
+        how |= {"low": 0, "high": 0}
+    return from_last(conv(to_last(x, False), w, *b, **how), False)
 
 
 def _depthwise(attrs: ConvAttrs, x: Value, w: Value, compute: DType) -> Value:
