@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 
 from rlx.errors import RlxError
+from rlx.frontends.onnx.proto import Source
 from rlx.ir.dtype import DType
 from rlx.ir.graph import Graph
 from rlx.ir.node import Value
@@ -39,6 +40,7 @@ class Importing(Protocol):
     """The facts about values that an import records."""
 
     graph: Graph  # the one that is built
+    source: Source
     types: dict[Value, int]  # ONNX's element type of values that are kept in a wider dtype
 
     def constant(self, array: np.ndarray) -> Value:

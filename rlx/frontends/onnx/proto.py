@@ -33,7 +33,7 @@ _IN_INT64, _IN_UINT64 = ("int64",), ("uint32", "uint64")
 
 class Source:
     """A model with its arrays. `name`: for messages. `folder`: of its external data; None: it has none. Opsets before 7 are
-    converted to 7."""
+    converted to 7 (`converted`)."""
 
     def __init__(self, model: onnx.ModelProto | bytes | str | PathLike[str]) -> None:
         self.folder: Path | None = None
@@ -52,7 +52,8 @@ class Source:
             raise OptionError(f"a model is a path, the bytes of a file, or an onnx.ModelProto, got {type(model).__name__}")
         if found := faults(self.model):
             raise ModelError(f"{self.name}: {'; '.join(found[:50])}" + ("; and more" if len(found) > 50 else ""))
-        if min(opsets(self.model).get("", OLDEST), OLDEST) < OLDEST:
+        self.converted = opsets(self.model).get("", OLDEST) < OLDEST
+        if self.converted:
             self.model = _converted(self.model, self.name)
         own = {t.name for t in self.model.graph.initializer}
         self.inputs = [i for i in self.model.graph.input if i.name not in own]

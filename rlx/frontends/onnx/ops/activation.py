@@ -38,7 +38,10 @@ def activation(n: Call) -> Value:
 
 @handler("PRelu", since=7)
 def prelu(n: Call) -> Value:
-    return functions.prelu(n.value(0), n.value(1))
+    """The conversion from opset 6 leaves the slopes per channel as they are."""
+    x, slope = n.value(0), n.value(1)
+    per_channel = n.scope.importer.source.converted and x.rank > 1
+    return functions.prelu(x, slope.reshape((-1, *(1,) * (x.rank - 2))) if per_channel else slope)
 
 
 _ALONG = {"Softmax": ops.softmax, "LogSoftmax": ops.log_softmax}
