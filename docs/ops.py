@@ -101,6 +101,7 @@ from collections.abc import Callable as Callable
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from rlx.ir.body import Body
 from rlx.ir.dtype import DType
 from rlx.ir.node import Operand, Value
 from rlx.ir.op import OPS as OPS

@@ -403,6 +403,15 @@ def alone(case: Any, attrs: Any, x: np.ndarray) -> np.ndarray:
     return x
 
 
+def looped(case, attrs, h, x):
+    """The body of the sample of `loop`, written out."""
+    rows = []
+    for row in x:
+        h = np.tanh(h * 0.5 + row)
+        rows.append(h * 2)
+    return np.int64(len(rows)), h, np.stack(rows)
+
+
 ORACLES: dict[str, Callable[..., Any]] = {
     "neg": plain(torch.neg), "abs": plain(torch.abs), "sqrt": plain(torch.sqrt), "rsqrt": plain(torch.rsqrt),
     "reciprocal": plain(torch.reciprocal), "exp": plain(torch.exp), "log": plain(torch.log), "sin": plain(torch.sin),
@@ -463,5 +472,6 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "all_reduce": alone, "all_gather": alone, "reduce_scatter": alone, "broadcast_rank": alone, "all_to_all": alone,
     "rank_slice": alone,
     **conv_oracles.ORACLES,
+    "branch": lambda c, a, go, x, y: x * y if go else np.tanh(x) - y, "loop": looped,
     "exchange": lambda c, a, x: {"all_gather": x[None], "rank_part": x[0]}.get(a.what, x),
 }  # fmt: skip

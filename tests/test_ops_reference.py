@@ -89,6 +89,7 @@ def test_declaration_is_complete(name):
     needs = {
         Kind.POINTWISE: ("scalar",), Kind.VIEW: ("element", "strided"), Kind.INDEX: ("element",), Kind.REDUCE: ("reduce",),
         Kind.CONTRACT: ("contract",), Kind.KERNEL: ("kernel",), Kind.COMPOSITE: ("decompose",), Kind.COLLECTIVE: (),
+        Kind.CONTROL: ("decompose",),
     }  # fmt: skip
     declared = OPS[name]
     for fact in {f for facts in needs.values() for f in facts}:

@@ -30,6 +30,7 @@ REFUSED = {
     "gather", "gather_elements", "scatter_add", "scatter_elements", "take_rows", "update_rows",
     "embedding",  # rows looked up among those that hold no data
     "attention", "attention_parts",  # positions that count from the last row
+    "branch", "loop",  # their bodies are of one length
     "reshape", "concat", "iota",  # rows taken apart, or put behind others
     "random_bits", "random_uniform", "gumbel",  # each number depends on how many there are
     "quant_rows", "group_ends", "segment_matmul", "grouped_matmul",  # for weights, which have one length, and their groups

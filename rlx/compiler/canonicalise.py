@@ -16,6 +16,7 @@ from rlx.ir.graph import CONSTANT, ConstantAttrs, Graph, Node, Value, constant, 
 from rlx.ir.layout import Layout
 from rlx.ir.op import Kind
 from rlx.ir.ops import elementwise as e
+from rlx.ir.ops import state as s
 from rlx.ir.ops import view as v
 from rlx.ir.rewrite import Rule, Var, pattern, rewrite, rule
 from rlx.ir.shape import Shape, contiguous_strides
@@ -88,6 +89,19 @@ def drop_view(node: Node) -> Value | None:
     return None if moved else x
 
 
+@rule(pattern(s.take_rows, X, C))
+def take_known_rows(node: Node, x: Value, c: Value) -> Value | None:
+    """Rows at a known position are a slice, which needs no copy."""
+    if not isinstance(c.node.attrs, ConstantAttrs) or not x.shape.is_static:
+        return None
+    first, count, axis = int(c.node.attrs.data), node.attrs.count, node.attrs.axis % x.rank  # type: ignore[union-attr]
+    if not 0 <= first <= x.shape.static[axis] - count:  # an IndexRangeError of the run, which may not reach it
+        return None
+    ends = {"starts": first, "stops": first + count, "steps": 1}
+    whole = {"starts": 0, "stops": v.END, "steps": 1}
+    return v.slice(x, **{k: tuple(ends[k] if a == axis else whole[k] for a in range(x.rank)) for k in ends})
+
+
 @rule(pattern(e.cast, X))
 def drop_cast(node: Node, x: Value) -> Value | None:
     """A cast to the operand's own dtype does nothing."""
@@ -136,7 +150,7 @@ def fold_constants(node: Node) -> Value | None:
 RULES: tuple[Rule, ...] = (
     multiply_by_one, add_negative_zero, add_integer_zero, undo_twice, take_first, take_second, merge_transposes,
     keep_outer_dims, drop_view, drop_cast, merge_casts, merge_casts_around_views,
-    fold_constants,
+    fold_constants, take_known_rows,
 )  # fmt: skip
 
 def _axes(node: Node) -> tuple[int, ...]:

@@ -56,6 +56,9 @@ def _decide(node: Node, target: Target) -> tuple[str, str]:
     reason = claim(node) if claim is not None else ""
     if reason is None:
         return "native", ""
+    if node.op.kind is Kind.CONTROL and not target.control:
+        why = getattr(node.attrs, "why_not_unrolled", "")
+        return "refused" if why else "decomposed", why or "this device has no control flow"
     if node.op.kind is not Kind.COMPOSITE:
         return "kept", reason
     if node.op.decompose is None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlx.compiler.compilation import Compilation
 from rlx.errors import CompileError, OptionError, UnboundDimError, known
+from rlx.ir.body import Body
 from rlx.ir.graph import CONSTANT, EXTENT, Extent, Graph, Node, Value, keep
 from rlx.ir.op import OPS, Attrs, Kind
 from rlx.ir.shape import Dim, Shape, contiguous_strides
@@ -87,6 +88,9 @@ def _dim_names(x: Any) -> Iterable[str]:
     elif isinstance(x, Attrs):
         for value in vars(x).values():
             yield from _dim_names(value)
+    elif isinstance(x, Body):
+        for node in x.nodes:
+            yield from _dim_names((node.attrs, node.shapes))
 
 
 # -- composites ----------------------------------------------------------------------------------------------------

@@ -11,10 +11,18 @@ from rlx.ir.shape import Dim, Shape
 from rlx.records import record
 
 
+class Part:
+    """Base of what an attribute may hold besides plain data: a sub-graph (rlx.ir.body.Body). It is immutable and hashable."""
+
+    def bind(self, binding: Mapping[str, int]) -> Part:
+        """This with the named dims in it replaced by their values."""
+        raise TypeError(f"{type(self).__name__} binds no dims")
+
+
 @dataclass_transform(frozen_default=True)
 class Attrs:
-    """Base of an op's attributes. A subclass is a frozen dataclass of ints, floats, bools, strings, Dims, DTypes, Shapes and
-    tuples of them, so that attributes are hashable and print and parse as text."""
+    """Base of an op's attributes. A subclass is a frozen dataclass of ints, floats, bools, strings, Dims, DTypes, Shapes,
+    sub-graphs and tuples of them, so that attributes are hashable and print and parse as text."""
 
     def __init_subclass__(cls) -> None:
         record(cls, eq=False, repr=False)  # both below
@@ -32,7 +40,7 @@ class Attrs:
         """These attributes with the named dims in them replaced by their values."""
 
         def bound(x: Any) -> Any:
-            if isinstance(x, (Dim, Shape)):
+            if isinstance(x, (Dim, Shape, Part)):
                 return x.bind(binding)
             return tuple(bound(e) for e in x) if isinstance(x, tuple) else x
 

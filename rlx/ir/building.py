@@ -12,7 +12,7 @@ from rlx.ir.op import OPS, Kind, OpDef
 from rlx.ir.shape import Shape
 
 from rlx.ir.node import (  # isort: skip
-    HANDLE, INPUT, PARAM, REPLACING, LeafAttrs, Node, Value, apply, caller, constant, postorder, same_values,
+    HANDLE, INPUT, PARAM, REPLACING, TRACING, LeafAttrs, Node, Value, apply, caller, constant, postorder, same_values,
 )  # fmt: skip
 
 EXTENT = "%extent"  # name of the input that the compiler adds
@@ -133,6 +133,11 @@ class Building:
         A value that is the state with some rows replaced (rlx.update_rows) is written in place where that is provably the
         same. With `in_place` a compile that cannot prove it fails with the reason, instead of copying.
         """
+        if TRACING.made:
+            raise GraphError(
+                f"assign to {handle!r} in the body of control flow, which may run any number of times: a state gets one next "
+                "value a run. Carry the value through the body and assign the result behind it"
+            )
         if not isinstance(handle, Value) or handle.node.op is not HANDLE or handle not in set(self.handles):
             raise GraphError(f"assign() takes a handle of graph {self.name!r}, got {handle!r}")
         if not isinstance(value, Value):

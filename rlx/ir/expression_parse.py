@@ -62,18 +62,6 @@ class ExpressionParser(Tokens):
     def dtype(self) -> DType:
         return self.choose({**DTYPES, "index": index_}, "a dtype")
 
-    def integer(self, label: str) -> int:
-        text = self.next("number", label)
-        if not text.lstrip("-").isdigit() or len(text) > 40:
-            self.error(f"{label} is an integer, found {text[:60]!r}")
-        return int(text)
-
-    def count(self, label: str) -> int:
-        value = self.integer(label)
-        if value < 0:
-            self.error(f"{label} is at least 0, found {value}")
-        return value
-
     def memory(self) -> K.Buffer | K.Local:
         name = self.next("word", "a buffer's name")
         if name not in self.buffers:

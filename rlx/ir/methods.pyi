@@ -3,6 +3,7 @@ from collections.abc import Callable as Callable
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from rlx.ir.body import Body
 from rlx.ir.dtype import DType
 from rlx.ir.node import Operand, Value
 from rlx.ir.op import OPS as OPS
@@ -89,6 +90,12 @@ class Methods:
         where they lie. The dtypes are those of matmul; u8 with i8 gives i32."""
     def linear(self, w: Operand, b: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
         """x @ w + b, with w [in, out] and an optional bias b [out]."""
+    def branch(self, *operands: Operand, then_body: Body, else_body: Body, shape: Any = None, name: str | None = None) -> Value:
+        """The results of one of two bodies on the operands behind the condition, a bool (). rlx.cond makes it."""
+    def loop(self, *operands: Operand, body: Body, carried: int = 0, limit: int = -1, tests: bool = False, shape: Any = None, name: str | None = None) -> tuple[Value, Value, Value]:
+        """Repeats `body` on the first `carried` operands, at most `limit` times and, with `tests`, while the first of them
+        holds. Results: the number of iterations, the carried values, and the rows of the body's further results, [limit,
+        ...] (zeros behind the last iteration). rlx.while_loop and rlx.scan make it."""
     def conv(self, w: Operand, b: Operand, /, strides: int | Sequence[int] = (1,), low: int | Sequence[int] = (0,), high: int | Sequence[int] = (0,), dilation: int | Sequence[int] = (1,), groups: int = 1, channels_last: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
         """Convolution (cross-correlation) over 1 to 3 spatial dims: x [batch, channels, *spatial], w [out, channels / groups,
         *window], an optional bias b [out]; with channels_last x [batch, *spatial, channels] and w [*window, channels /

@@ -39,6 +39,16 @@ class _Replacing(local):
 REPLACING = _Replacing()
 
 
+class _Tracing(local):
+    """`made`: for each sub-graph that this thread is tracing, the nodes made in it (rlx.ir.body.Traced), innermost last."""
+
+    def __init__(self) -> None:
+        self.made: list[set[Node]] = []
+
+
+TRACING = _Tracing()
+
+
 @record(eq=False, slots=True)
 class Node:
     """One application of an op. Compared by identity; a pass removes duplicates."""
@@ -418,6 +428,8 @@ def apply(
     if shape is not None:
         _check_given(op, shape, shapes)
     node = Node(op, values, made, shapes, name, caller())
+    if TRACING.made:
+        TRACING.made[-1].add(node)
     return node.results[0] if len(shapes) == 1 else node.results
 
 

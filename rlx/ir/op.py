@@ -36,6 +36,7 @@ class Kind(Enum):
     REDUCE = "reduce"  # `reduce` gives the combination and the axes (dropped, or kept as 1)
     CONTRACT = "contract"  # `contract` gives the batch, row, column and summed dims
     KERNEL = "kernel"  # `kernel` writes the loops of the whole op (argmax, cumsum, top_k, scatter)
+    CONTROL = "control"  # its attributes hold sub-graphs, which run as often as the data says
     COLLECTIVE = "collective"  # every rank takes part; a step of its own (exchange)
     COMPOSITE = "composite"  # `decompose`
 
@@ -222,7 +223,7 @@ class OpDef:
     @property
     def ahead(self) -> bool:
         """True if the results can be computed as soon as the operands are known: before any run, and by one rank alone."""
-        return self.kind is not Kind.LEAF and self.collective is None and not self.own_memory
+        return self.kind not in (Kind.LEAF, Kind.CONTROL) and self.collective is None and not self.own_memory
 
     def make_attrs(self, given: dict[str, Any]) -> Attrs | None:
         """The attribute record from keyword arguments; unknown or missing ones are an AttributeValueError."""

@@ -67,6 +67,7 @@ class Target:
     `widens`: dtypes of operands, left and right ("bf16 f8e4m3"), of contractions that read the right one in its own dtype.
     `levels`: contractions read a left operand whose rows and columns lie in levels (Operand.row_levels), where it lies; without
     it, such an operand is copied first.
+    `control`: steps of a program run as often as its data says (Program.bodies); without it, control flow is decomposed.
     `schedule(kernel)`: the kernel in the loop order, blocking and grid that suit the device: it computes the same from the same
     buffers. Lowering leaves these open. The kernel itself if nothing changes.
     """
@@ -96,6 +97,7 @@ class Target:
     packs: Mapping[str, Callable[[Node], Value | None]] = field(default_factory=dict, compare=False)
     splits: Mapping[str, Callable[[Node], Value | tuple[Value, ...] | None]] = field(default_factory=dict, compare=False)
     levels: bool = False
+    control: bool = False
     followed: frozenset[str] = frozenset()
     widens: frozenset[str] = frozenset()
     follows: Callable[[Node], bool] = field(default=_always, compare=False)

@@ -13,6 +13,14 @@
 A graph with an active extent (rlx.ir.building.Extent) has a line `extent %n`, the axes with that name (`axes %x (1,)`) or the
 active axes of its inputs (`active %x ((1, 1, 48, 1),)`), and `active` with those of an output after the output.
 
+A sub-graph (rlx.ir.body) stands in front of the node that has it, with a number in place of its name:
+
+      graph @0 body
+        input n : i64[]
+        ...
+        return r0 = %0
+      %4 = loop(%x, body=@0, carried=1, limit=8, tests=false) : i64[], f32[4]
+
 One line per node, operands before users. `%x` is the leaf x, `%1` a node, `%3.1` the second result of a node that has
 several. Names that are not words are JSON strings. `#` starts a comment. The text is untrusted: any error is a ParseError that
 names the line, nothing in the text is evaluated, and memory use is bounded by its length.
@@ -26,6 +34,7 @@ from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar
 
 from rlx.errors import ParseError, known
+from rlx.ir.body import Body
 from rlx.ir.building import Active, Building, Extent, Update
 from rlx.ir.handle import BufferHandle
 from rlx.ir.node import CONSTANT, ConstantAttrs, Node, Value
@@ -33,6 +42,7 @@ from rlx.ir.op import OPS, Kind
 from rlx.ir.tokens import Tokens, attribute_text, attribute_texts, constant_text, name_text
 
 G = TypeVar("G", bound=Building)
+NESTING = 16  # sub-graphs in each other
 
 
 def print_graph(graph: Building) -> str:
@@ -66,6 +76,21 @@ def references(graph: Building) -> dict[Node, str]:
 def _graph_lines(graph: Building, digest: bool) -> list[str]:
     """The lines of a graph. `digest`: node names left out, large constants as their sha256."""
     lines, refs, nodes = [f"graph {name_text(graph.name)}"], references(graph), graph.nodes()
+    bodies: dict[Body, int] = {}
+
+    def attributes(node: Node) -> list[str]:
+        """Those of the node; sub-graphs that are new come first, as lines of their own."""
+        texts = attribute_texts(node.attrs, node.op.attrs)
+        for i, body in enumerate(vars(node.attrs).values()):
+            if isinstance(body, Body):
+                if body not in bodies:
+                    bodies[body] = len(bodies)
+                    first, *inner = _graph_lines(body.building(), digest)
+                    lines.append(f"  {first.replace('graph', f'graph @{bodies[body]}', 1)}")
+                    lines.extend(f"  {line}" for line in inner)
+                texts[i] = f"{texts[i].partition('=')[0]}=@{bodies[body]}"
+        return texts
+
     leaves = {leaf.node for leaf in graph.leaves()}
     for leaf in graph.leaves():
         lines.append(f"  {leaf.node.op.name} {name_text(leaf.name)} : {leaf.shape}")
@@ -80,7 +105,7 @@ def _graph_lines(graph: Building, digest: bool) -> list[str]:
             arguments = [constant_text(node.attrs.data, digest)]
         else:
             arguments = [ref(v) for v in node.inputs]
-            arguments += attribute_texts(node.attrs, node.op.attrs) if node.op.attrs else []
+            arguments += attributes(node) if node.op.attrs else []
         label = f" {json.dumps(node.name)}" if node.name is not None and not digest else ""
         shapes = ", ".join(map(str, node.shapes))
         lines.append(f"  {refs[node]} = {node.op.name}({', '.join(arguments)}) : {shapes}{label}")
@@ -114,6 +139,8 @@ class _Parser(Tokens, Generic[G]):
         self.make = make
         self.graph: G | None = None
         self.values: dict[str, Value] = {}  # by reference: %x, %1, %3.0
+        self.bodies: dict[int, Body] = {}  # by number
+        self.outside: list[tuple[int, G | None, dict[str, Value], dict[int, Body]]] = []  # the graphs around a sub-graph
         self.finished = False
 
     def parse(self) -> G:
@@ -155,12 +182,31 @@ class _Parser(Tokens, Generic[G]):
             self.graph = self.make(self.name("the graph's name"))
         elif self.kind == "ref":
             self.node()
+        elif self.accept("graph"):
+            self.sub_graph()
         else:
             words = {"input": self.leaf, "param": self.leaf, "handle": self.leaf, "assign": self.assign}
             words |= {"update": self.update, "return": self.results}
             words |= {"axes": self.axes, "active": self.axes} if self.graph.extent else {"extent": self.extent}
             word = self.text
             self.choose(words, "input, param, handle, %N, assign, update or return")(self.graph, word)
+
+    def sub_graph(self) -> None:
+        """graph @N NAME, which ends with its return."""
+        self.expect("@", "the number of a sub-graph: @N")
+        number = self.count("the number of a sub-graph")
+        if number in self.bodies:
+            self.error(f"there are two sub-graphs @{number}")
+        if len(self.outside) == NESTING:
+            self.error(f"sub-graphs are in each other {NESTING} deep at most")
+        self.outside.append((number, self.graph, self.values, self.bodies))
+        self.graph, self.values, self.bodies = self.make(self.name("the sub-graph's name")), {}, {}
+
+    def attribute(self, depth: int = 0) -> Any:
+        if not self.accept("@"):
+            return super().attribute(depth)
+        number = self.count("the number of a sub-graph")
+        return self.bodies[number] if number in self.bodies else self.error(f"no sub-graph @{number} stands above")
 
     def leaf(self, graph: Building, kind: str) -> None:
         name = self.name("the leaf's name")
@@ -218,7 +264,11 @@ class _Parser(Tokens, Generic[G]):
         graph.set_outputs(values, names)
         if graph.extent is not None:
             graph.extent = graph.extent._replace(outputs=tuple(actives))
-        self.finished = True
+        if self.outside:
+            number, self.graph, self.values, self.bodies = self.outside.pop()
+            self.bodies[number] = Body.of(graph)
+        else:
+            self.finished = True
 
     def node(self) -> None:
         ref = self.text

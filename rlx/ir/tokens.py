@@ -201,6 +201,18 @@ class Tokens:
 
     # -- parts of statements
 
+    def integer(self, label: str) -> int:
+        text = self.next("number", label)
+        if not text.lstrip("-").isdigit() or len(text) > 40:
+            self.error(f"{label} is an integer, found {text[:60]!r}")
+        return int(text)
+
+    def count(self, label: str) -> int:
+        value = self.integer(label)
+        if value < 0:
+            self.error(f"{label} is at least 0, found {value}")
+        return value
+
     def dim(self) -> DimLike:
         factor, names = 1, []
         while True:

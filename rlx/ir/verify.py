@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlx.errors import VerifyError
+from rlx.ir.body import Body
 from rlx.ir.building import Building, postorder
 from rlx.ir.dtype import i64
 from rlx.ir.node import CONSTANT, HANDLE, INPUT, PARAM, ConstantAttrs, Node, Value
@@ -121,6 +122,26 @@ def _extent_faults(graph: Building) -> Iterator[str]:
                 yield f"{value!r} has no active axis {tuple(a)}: (axis, outer, upper, inner), whose product is the dim"
 
 
+def _body_faults(body: Body, sound: Sound) -> Iterator[str]:
+    """Broken rules of a sub-graph."""
+    label = f"sub-graph {body.name!r}"
+    if wrong := [v for v in (*body.inputs, *body.outputs) if not _in_range(v)]:
+        yield f"{label}: {wrong[0]!r} is not the result of a node"
+        return
+    nodes, cycle = postorder([*body.inputs, *body.outputs])
+    if cycle is not None:
+        yield f"{label}: {where(cycle)} depends on its own result"
+        return
+    declared = {v.node for v in body.inputs}
+    yield from (f"{label}: {v!r} is listed with the inputs but is not one" for v in body.inputs if v.node.op is not INPUT)
+    if len({v.name for v in body.inputs}) < len(body.inputs):
+        yield f"{label}: two inputs have the same name"
+    for node in nodes:
+        if node.op.collective is not None or node.op.observed:
+            yield f"{label}: {where(node)} cannot be in a sub-graph, which may run any number of times"
+        yield from (f"{label}: {where(node)}: {fault}" for fault in _node_faults(node, declared, sound))
+
+
 def _node_faults(node: Node, declared: set[Node], sound: Sound) -> Iterator[str]:
     op = node.op
     if OPS.get(op.name) is not op:
@@ -138,6 +159,8 @@ def _node_faults(node: Node, declared: set[Node], sound: Sound) -> Iterator[str]
     wrong = op.attribute_faults(node.attrs)
     if isinstance(node.attrs, ConstantAttrs) and not wrong and not node.attrs.is_frozen:
         wrong = ["a constant's data is a read-only C-contiguous array"]
+    if op.kind is Kind.CONTROL and not wrong:
+        wrong = [fault for body in vars(node.attrs).values() if isinstance(body, Body) for fault in _body_faults(body, sound)]
     yield from wrong
     if broken or wrong:
         return

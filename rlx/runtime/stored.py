@@ -21,6 +21,7 @@ from rlx.compiler.options import CompileOptions
 from rlx.driver.backend import Artifact, Backend, Storable
 from rlx.errors import CorruptFileError, RlxError, known
 from rlx.host.disk import DAMAGED, FRESH, disk_cache, source_digest
+from rlx.ir.body import every_node
 from rlx.ir.cost import KernelWork, ProgramWork, program_work
 from rlx.ir.dtype import DTYPES
 from rlx.ir.graph import Active, Graph
@@ -55,7 +56,7 @@ class CacheEntry:
             self.disable(f"the device {backend.name} generates no code to store")
         elif self._disk is not None and options.wants_text:
             self.disable("the text of each stage is requested, which needs a compile")
-        elif self._disk is not None and (others := sorted({n.op.name for n in graph.nodes() if n.op not in OWN})):
+        elif self._disk is not None and (others := sorted({n.op.name for n in every_node(graph.nodes()) if n.op not in OWN})):
             self.disable(f"{known(others)} is declared outside this package, so no cache key can cover it")
         elif self._disk is not None:
             self._given = given_to_compile(backend, graph, target, options)
@@ -113,7 +114,7 @@ class CacheEntry:
 
 def given_to_compile(backend: Storable, graph: Graph, target: Target, options: CompileOptions) -> dict[str, str]:
     """Everything that determines the code, as text. The key of an entry is a hash of it."""
-    names = "\n".join(f"{n.name}" for n in graph.nodes())  # not in the fingerprint, but shown in reports
+    names = "\n".join(f"{n.name}" for n in every_node(graph.nodes()))  # not in the fingerprint, but shown in reports
     facts = {f"{kind} {k}": v for kind, record in (("option", options), ("target", target)) for k, v in key_facts(record).items()}
     facts |= {"rlx": source_digest()}
     facts |= {"graph": graph.fingerprint(), "names": hashlib.sha256(names.encode()).hexdigest()[:16]}
