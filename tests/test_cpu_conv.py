@@ -21,7 +21,7 @@ from rlx.backends.ref.interpret import run_kernel
 from rlx.compiler import lower
 from rlx.ir.dtype import DType, bf16, f16, f32, f64, i8, i32, i64, u8
 from rlx.ir.evaluate import evaluate
-from rlx.ir.kernel import Buffer, Contract, Kernel, Levels, Limit, Load, Native, Operand, Store, Var, const, linear
+from rlx.ir.kernel import Buffer, Contract, Kernel, Levels, Limit, Load, Loop, Native, Operand, Store, Var, const, linear
 from rlx.ir.ops import conv
 from rlx.ir.target import Target
 
@@ -157,6 +157,22 @@ def test_every_tiling_gives_the_same_bits(shape: Shape) -> None:
         for name, others in tiles.axes(kernel, c, target).items():
             for value in others:
                 assert plain.run(kernel, target, values, tiling={name: value})["c"].tobytes() == want, (name, value)
+
+
+def test_an_image_of_few_channels_is_padded_by_whole_rows() -> None:
+    """Not pixel by pixel, as the view with its channels last would have it; a padded view that is a result stays as it is."""
+    g = rlx.Graph("image")
+    x, w = g.input("x", (2, 3, 18, 20), f32), g.param("w", (3, 3, 3, 24), f32)
+    seen = rlx.transpose(x, axes=(0, 2, 3, 1))
+    g.set_outputs([conv(seen, w, strides=2, low=1, high=1, channels_last=True), rlx.pad(seen, low=(0, 0, 1, 0), high=(0,) * 4)])
+    found = lower(g, with_natives(TARGETS["host"]), rlx.CompileOptions())
+    loops = [s.kernel.body[0] for s in found.steps if s.kernel.origin == ("pad",)]
+    assert sorted(loop.extent for loop in loops if isinstance(loop, Loop)) == [3, 22]
+    given, weights = {"x": plain.numbers((2, 3, 18, 20), f32, 0)}, {"w": plain.numbers((3, 3, 3, 24), f32, 1)}
+    compiled = rlx.Session("cpu").compile(g)
+    compiled.set_param("w", weights["w"])
+    for got, want in zip(compiled.run(given), evaluate(g, given, weights)[0]):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 # -- channels apart ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Left operands of contractions that the target does not read where they lie: windows, whose sums run over several strides."""
+"""Left operands of contractions whose sums run over several strides, as those of convolutions do, where the target reads them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ from collections.abc import Sequence
 
 from rlx.compiler.compilation import Compilation
 from rlx.compiler.layout import Places, one_stride
+from rlx.compiler.legalise import NewNode
 from rlx.compiler.packing import contraction
 from rlx.ir.graph import Graph, Node, Value, keep
-from rlx.ir.op import Kind
-from rlx.ir.ops import copy
+from rlx.ir.op import OPS, Kind
+from rlx.ir.ops import copy, pad, transpose
+
+FEW_CHANNELS = 4  # of an image: its pixels are runs too short to copy
 
 
 def levels(graph: Graph, compilation: Compilation) -> Graph:
     """`graph` with a copy in front of each contraction whose left operand has no common stride along the axes that are summed,
-    unless the target reads such operands (Target.levels)."""
-    if compilation.target.levels:
-        return graph
+    unless the target reads such operands (Target.levels). If it does, the order of the image's axes in memory is free: padding of
+    an image with few channels last comes before the view that puts them there, so that whole rows are copied."""
+    return graph.rebuild(_rows_padded(graph) if compilation.target.levels else _copied(graph))
+
+
+def _copied(graph: Graph) -> NewNode:
     places, copies = Places(graph), dict[Value, Value]()
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
@@ -28,7 +34,25 @@ def levels(graph: Graph, compilation: Compilation) -> Graph:
         copies.setdefault(left, copy(inputs[0]))  # type: ignore[arg-type]
         return keep(node, (copies[left], *inputs[1:]))
 
-    return graph.rebuild(new)
+    return new
+
+
+def _rows_padded(graph: Graph) -> NewNode:
+    roots = set(graph.roots())
+
+    def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+        seen = inputs[0].node if inputs else node
+        few = node.op is OPS["pad"] and seen.op is OPS["transpose"] and node.shapes[0].static[-1] <= FEW_CHANNELS
+        if not few or node.results[0] in roots:
+            return keep(node, inputs)
+        rank = inputs[0].rank
+        axes = tuple(a % rank for a in seen.attrs.axes) or tuple(reversed(range(rank)))  # type: ignore[union-attr]
+        before = [axes.index(axis) for axis in range(rank)]
+        low, high = ([sides[a] for a in before] for sides in (node.attrs.low, node.attrs.high))  # type: ignore[union-attr]
+        padded = pad(seen.inputs[0], low=low, high=high, value=node.attrs.value)  # type: ignore[union-attr]
+        return (transpose(padded, axes=axes),)  # type: ignore[return-value]
+
+    return new
 
 
 __all__ = ["levels"]
