@@ -183,6 +183,29 @@ def scatter_elements(case: Any, attrs: Any, x: np.ndarray, indices: np.ndarray, 
     return np.array([last.get(at, old) for at, old in np.ndenumerate(x)], x.dtype).reshape(x.shape)
 
 
+def non_max_suppression(case: Any, attrs: Any, boxes: np.ndarray, scores: np.ndarray) -> Any:
+    """Box by box in the order of scores: one stays unless it overlaps one that has stayed."""
+    batch, classes, n = scores.shape
+    ids, counts = np.full((batch, classes, min(attrs.most, n)), -1), np.zeros((batch, classes), np.int64)
+
+    def overlap(x: list[float], y: list[float]) -> float:
+        sides = [
+            np.minimum(np.maximum(x[i], x[i + 2]), np.maximum(y[i], y[i + 2]))
+            - np.maximum(np.minimum(x[i], x[i + 2]), np.minimum(y[i], y[i + 2])) for i in (0, 1)
+        ]  # fmt: skip
+        areas = [abs(z[2] - z[0]) * abs(z[3] - z[1]) for z in (x, y)]
+        common = sides[0] * sides[1] if min(sides) > 0 else 0.0
+        return common / (sum(areas) - common) if common > 0 and min(areas) > 0 else 0.0
+
+    for b, c in np.ndindex(batch, classes):
+        stay: list[int] = []
+        for i in sorted((i for i in range(n) if scores[b, c, i] > attrs.least), key=lambda i: (-scores[b, c, i], i)):
+            if len(stay) < attrs.most and not any(overlap(boxes[b, i], boxes[b, j]) > attrs.overlap for j in stay):
+                stay.append(i)
+        ids[b, c, : len(stay)], counts[b, c] = stay, len(stay)
+    return ids, counts
+
+
 def quant_rows(case: Any, attrs: Any, w: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return dequantize(case, attrs, w)[ids.astype(int)]
 
@@ -459,6 +482,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "softplus": lambda c, a, x: -scipy.special.log_expit(-x), "gelu": torch_(lambda a, x: F.gelu(x, approximate=a.approximate)),
     "clip": torch_(lambda a, x: torch.clamp(x, a.low, a.high)), "log1p": plain(torch.log1p), "expm1": plain(torch.expm1),
     **{n: plain(getattr(torch, n)) for n in "tan asin acos atan sinh cosh asinh acosh atanh".split()}, "bitcast": same_bits,
+    "non_max_suppression": non_max_suppression,
     "layer_norm": normalised(F.layer_norm), "rms_norm": normalised(F.rms_norm),
     "batch_norm": torch_(
         lambda a, x, *p: torch.movedim(F.batch_norm(torch.movedim(x, a.axis, 1), p[2], p[3], p[0], p[1], eps=a.eps), 1, a.axis)

@@ -132,6 +132,16 @@ def test_no_numbers_are_one_number() -> None:
     assert (first[:3].tolist(), inverse.tolist(), counts.tolist(), count) == ([3, 1, 0], [2, 1, 2, 0, 0], [2, 1, 2, 0, 0], 3)
 
 
+@pytest.mark.parametrize("most", [2, 40])
+def test_the_best_boxes_are_in_the_order_of_onnx(most: int) -> None:
+    boxes, scores = (RNG.random((2, 40, 4)) * 9).astype(np.float32), RNG.random((2, 3, 40)).round(1).astype(np.float32)
+    limits = np.array([most]), np.array([0.2], np.float32), np.array([0.35], np.float32)
+    (want,) = by_onnx("NonMaxSuppression", boxes, scores, *limits)
+    rows, count = run(lambda b, s: rlx.best_boxes(b, s, most=most, overlap=0.2, least=0.35), boxes, scores)
+    assert rows.shape == (2 * 3 * most, 3) and not rows[count:].any()
+    np.testing.assert_array_equal(rows[:count], want)
+
+
 @pytest.mark.parametrize("order", ["dcr", "crd"])
 def test_pixels_and_channels_change_places(order: Any) -> None:
     x = RNG.standard_normal((2, 12, 3, 2)).astype(np.float32)

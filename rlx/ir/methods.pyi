@@ -47,6 +47,10 @@ class Methods:
     def rope(self, positions: Operand, /, theta: float = 10000.0, interleaved: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
         """Rotary position embedding: rotates pair i of x [..., sequence, head_dim] by position * theta ** (-2i / head_dim)
         radians. positions: [sequence], or [batch, sequence] where dim 0 of x is the batch."""
+    def non_max_suppression(self, scores: Operand, /, most: int, overlap: float = 0.5, least: float = ..., *, shape: Any = None, name: str | None = None) -> tuple[Value, Value]:
+        """The best of boxes [batch, n, 4], each of two opposite corners, by scores [batch, classes, n]: (ids i64 [batch,
+        classes, min(most, n)], best first, then -1; their number i64 [batch, classes]). Of two boxes that overlap too much,
+        the one with the lower score goes."""
     def exchange(self, /, what: Literal['all_reduce', 'all_gather', 'reduce_scatter', 'broadcast', 'all_to_all', 'rank_part'], ranks: int, kind: Literal['sum', 'mean', 'max', 'min'] = 'sum', root: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
         """The core collective, on row-major operands. all_gather adds a leading dim of size `ranks`, all_to_all keeps it,
         reduce_scatter and rank_part (which moves no data) remove it; all_reduce and broadcast keep the operand's dims."""

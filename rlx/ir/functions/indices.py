@@ -175,6 +175,21 @@ def unique(
     return _padded_rows(x, first, count, at), first, inverse, counts, count
 
 
+@function
+def best_boxes(
+    boxes: Operand, scores: Operand, most: int, overlap: float = 0.5, least: float = -math.inf, size: int | None = None
+) -> tuple[Value, Value]:
+    """The choice of non_max_suppression as rows (batch, class, box), i64 [size, 3], by batch and class, best first, then zeros;
+    and their number, i64 (). Without `size`, there is room for all."""
+    ids, _ = ops.non_max_suppression(boxes, scores, most=most, overlap=overlap, least=least)
+    dims = [known_dim(ids, i) for i in range(3)]
+    flat = ops.reshape(ids, dims=-1)
+    at, count = _kept(ops.less_equal(0, flat), size)
+    rows = [at // max(dims[1] * dims[2], 1), at // max(dims[2], 1) % max(dims[1], 1), ops.gather(flat, at)]
+    held = ops.less(ops.iota(dims=(at.dims[0], 1)), count)
+    return ops.where(held, ops.concat([ops.unsqueeze(r, axes=1) for r in rows], axis=1), 0), count
+
+
 # -- blocks and windows of images ----------------------------------------------------------------------------------
 
 
@@ -216,6 +231,6 @@ def center_crop_pad(x: Value, dims: int | Sequence[int], axes: int | Sequence[in
 
 
 __all__ = [
-    "center_crop_pad", "compress", "depth_to_space", "gather_nd", "nonzero", "one_hot", "reverse_sequence", "scatter_nd",
-    "space_to_depth", "unique",
+    "best_boxes", "center_crop_pad", "compress", "depth_to_space", "gather_nd", "nonzero", "one_hot", "reverse_sequence",
+    "scatter_nd", "space_to_depth", "unique",
 ]  # fmt: skip
