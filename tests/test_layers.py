@@ -57,7 +57,7 @@ THIRD_PARTY = {  # the longest prefix of the file's path decides
     "explain": {"numpy"},
     "runtime": ARRAYS,
     "frontends": ARRAYS | {"huggingface_hub", "jinja2", "safetensors", "tokenizers"},
-    "frontends/onnx": ARRAYS | {"onnx", "google"},  # google: protobuf, which onnx needs
+    "frontends/onnx": ARRAYS | {"onnx", "google", "onnxruntime"},  # google: protobuf, which onnx needs
     "models": set(),
     "cli": ARRAYS | {"typer", "rich"},
     "__init__": set(),

@@ -17,6 +17,7 @@ from rlx.records import record
 if TYPE_CHECKING:
     from rlx.frontends.embedding import EmbeddingModel
     from rlx.frontends.language import LanguageModel
+    from rlx.frontends.onnx import OnnxModel
     from rlx.ir.cost import Roofline
     from rlx.runtime import CompiledGraph
 
@@ -49,13 +50,15 @@ def bench(
     length: Annotated[int, typer.Option(min=1, help="Tokens of a text, or of a prompt.")] = 128,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, of a language model.")] = 64,
     seconds: Annotated[float, typer.Option(min=0, help="Time to measure for; at least five runs are measured.")] = 2.0,
+    dim: o.Dims = None,
+    given: o.Given = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     cache: o.CacheDType = "f32",
     device: o.DeviceName = "cpu",
     threads: o.Threads = None,
     tune: o.Tune = 0.0,
 ) -> None:
-    """Time a model: encoding, or prefill and decoding.
+    """Time a model: encoding, prefill and decoding, or runs of an ONNX model on random numbers.
 
     The limit is the time that a run needs at least, for the bytes that it must read and its arithmetic at the rates that were
     measured on this machine. Other programs that run at the same time make both the times and the rates worse.
@@ -64,8 +67,11 @@ def bench(
 
         rlx bench path/to/encoder --batch 32 --length 128
 
+        rlx bench resnet50.onnx --dim batch=8 --threads 2
+
         rlx bench model.q4_k.gguf --length 512 --threads 4 --json
     """
+    from rlx.cli.run import open_onnx
     from rlx.frontends.embedding import EmbeddingModel
     from rlx.frontends.load import load
     from rlx.runtime import CompileOptions, Session
@@ -74,12 +80,16 @@ def bench(
         begun = time.perf_counter()
         session = Session(device, progress=bars.step)
         options = CompileOptions(threads=threads, tune=tune)
-        found = load(model, session=session, options=options, **_of_language(model, batch, length + new_tokens, cache, bars))
-        loaded = time.perf_counter() - begun
-        if isinstance(found, EmbeddingModel):
-            prepared = _encoder(found, batch, length)
+        if model.suffix == ".onnx":
+            net, inputs = open_onnx(model, bars, given, dim, True, device, threads, tune)
+            loaded = time.perf_counter() - begun
+            prepared = _onnx(net, inputs)
         else:
-            prepared = _decoder(found, length, new_tokens)
+            how = _of_language(model, batch, length + new_tokens, cache, bars)
+            found = load(model, session=session, options=options, **how)
+            loaded = time.perf_counter() - begun
+            encoder = isinstance(found, EmbeddingModel)
+            prepared = _encoder(found, batch, length) if encoder else _decoder(found, length, new_tokens)
     results, compiled, memory = prepared(seconds)  # without bars, whose thread would disturb the times
     reports = [c.report() for c in compiled]
     facts = {
@@ -125,6 +135,22 @@ def _encoder(model: EmbeddingModel, batch: int, length: int) -> Callable[[float]
     def results(seconds: float) -> Results:
         spent = measured(lambda: compiled.run(inputs), seconds)
         timing = Timing(f"encode {rows} x {tokens}", rows * tokens, spent, limit_of([compiled]))
+        return Results([timing], [compiled], dict(compiled.memory_plan().regions))
+
+    return results
+
+
+def _onnx(model: OnnxModel, inputs: dict[str, Any]) -> Callable[[float], Results]:
+    """A run of a graph counts as one token, so that the rate is in runs."""
+    from rlx.errors import Unsupported
+
+    if (compiled := model.executable(inputs)) is None:
+        raise Unsupported("all outputs of the model are known without a run: there is nothing to time")
+    call = compiled.bound({d.name: inputs[d.name] for d in compiled.inputs})
+    dims = ", ".join(f"{d.name} {d.shape}" for d in compiled.inputs)
+
+    def results(seconds: float) -> Results:
+        timing = Timing(f"run on {dims}", 1, measured(call, seconds), limit_of([compiled]))
         return Results([timing], [compiled], dict(compiled.memory_plan().regions))
 
     return results
@@ -230,7 +256,8 @@ def _print(facts: dict[str, Any], roofline: Roofline | None) -> None:
         share = (timed(limit), f"{limit / r['median_seconds']:.0%}", r["bound"]) if limit else ("?", "", "")
         rate = f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
         rows.append((r["what"], timed(r["median_seconds"]), timed(r["p90_seconds"]), rate, *share))
-    show.table("", ("run", "median", "p90", "tokens/s", "limit", "reached", "bound by"), rows)
+    rate = "runs/s" if facts["model"].endswith(".onnx") else "tokens/s"
+    show.table("", ("run", "median", "p90", rate, "limit", "reached", "bound by"), rows)
     if roofline is not None:
         rates = ", ".join(f"{rate / 1e9:.0f} GFLOP/s {kind}" for kind, rate in roofline.operations.items())
         print(f"this machine: reads {roofline.reading[-1][1] / 1e9:.1f} GB/s from memory, {rates}")

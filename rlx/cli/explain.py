@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rlx.explain.profile import Profile
     from rlx.frontends.embedding import EmbeddingModel
     from rlx.frontends.language import LanguageModel
+    from rlx.frontends.onnx import OnnxModel
     from rlx.runtime import CompiledGraph
 
 CONTEXT = 128  # tokens before the explained step of a language model, if they fit
@@ -22,7 +23,7 @@ CONTEXT = 128  # tokens before the explained step of a language model, if they f
 def explain(
     model: Annotated[
         Path | None,
-        typer.Argument(help=f"Folder or .gguf file of a model, {o.HUB}.", metavar="MODEL", show_default="all-MiniLM-L6-v2"),
+        typer.Argument(help=f"Folder, .gguf or .onnx file, {o.HUB}.", metavar="MODEL", show_default="all-MiniLM-L6-v2"),
     ] = None,
     output: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("explain.html"),
     report: Annotated[Path | None, typer.Option(help="Also write the data of the page to this JSON file.")] = None,
@@ -33,6 +34,8 @@ def explain(
     context: Annotated[
         int | None, typer.Option(min=0, help="Tokens before those, for a language model.", show_default=str(CONTEXT))
     ] = None,
+    dim: o.Dims = None,
+    given: o.Given = None,
     capacity: o.Capacity = None,
     cache: o.CacheDType = "f32",
     device: o.DeviceName = "cpu",
@@ -52,6 +55,7 @@ def explain(
     for path in (output, report, trace):
         o.check_writable(path)
     from rlx.cli.generate import open_model
+    from rlx.cli.run import open_onnx
     from rlx.errors import Unsupported
     from rlx.explain.profile import timed, write_trace
     from rlx.frontends.embedding import default_folder, is_encoder, load
@@ -64,7 +68,9 @@ def explain(
     if begins_with(place):
         raise Unsupported(f"{place} is an artifact, which has programs and no graph: explain the model that it was saved from")
     with Bars() as bars:
-        if is_encoder(place):
+        if place.suffix == ".onnx":
+            found, profile = of_onnx(*open_onnx(place, bars, given, dim, True, device, threads, tune))
+        elif is_encoder(place):
             session = Session(device, progress=bars.step)
             encoder = load(place, options=CompileOptions(threads=threads, tune=tune), session=session)
             found, profile = of_encoder(encoder, batch, length)
@@ -84,6 +90,14 @@ def explain(
 def of_encoder(model: EmbeddingModel, batch: int, length: int) -> tuple[CompiledGraph, Profile | None]:
     compiled = model.executable(batch, length)
     return compiled, measured(compiled, {})
+
+
+def of_onnx(model: OnnxModel, inputs: dict[str, Any]) -> tuple[CompiledGraph, Profile | None]:
+    from rlx.errors import Unsupported
+
+    if (compiled := model.executable(inputs)) is None:
+        raise Unsupported("all outputs of the model are known without a run: there is nothing to explain")
+    return compiled, measured(compiled, {d.name: inputs[d.name] for d in compiled.inputs})
 
 
 def of_language(model: LanguageModel, tokens: int, context: int | None) -> tuple[CompiledGraph, Profile | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -27,6 +28,8 @@ def inspect(
     model: o.Model,
     params: Annotated[bool, typer.Option("--params", help="List every tensor.")] = False,
     compiled: Annotated[bool, typer.Option("--compiled/--files", help="Also plan the graphs that would be compiled.")] = True,
+    dim: o.Dims = None,
+    given: o.Given = None,
     device: o.DeviceName = "cpu",
     threads: o.Threads = None,
 ) -> None:
@@ -49,11 +52,41 @@ def inspect(
     if begins_with(path := model_path(model)):
         return _artifact(path)
     session, options = Session(device, threads), CompileOptions()
+    if path.suffix == ".onnx":
+        graphs = _onnx(path, dim, given, compiled)
+        return _planned(graphs, session, options) if graphs else None
     found = load(path, session=session, options=options)
     print(o.printable(f"{path}: {'encoder' if isinstance(found, EmbeddingModel) else 'language model'}"))
     graphs = _encoder(found, params) if isinstance(found, EmbeddingModel) else _decoder(found, params)
     if compiled:
         _planned(graphs, session, options)
+
+
+def _onnx(path: Path, dim: list[str] | None, given: list[str] | None, compiled: bool) -> list[Graph]:
+    """Prints the model, and returns its graph if the sizes of all dims are given."""
+    from rlx.cli import show
+    from rlx.cli.run import arrays, sizes
+    from rlx.frontends.load import load
+    from rlx.ir.shown import sized
+
+    net = load(path)
+    proto = net.proto
+    opsets = ", ".join(f"{o.domain or 'ai.onnx'} {o.version}" for o in proto.opset_import)
+    made = f", made by {proto.producer_name} {proto.producer_version}".rstrip() if proto.producer_name else ""
+    print(o.printable(f"{path}: ONNX model of IR version {proto.ir_version}, opsets {opsets}{made}"))
+    for label, found in (("inputs", net.inputs), ("outputs", net.outputs)):
+        print(o.printable(f"  {label}: " + ", ".join(f"{i.name} {i.shape or '(no declared dims)'}" for i in found)))
+    ops = Counter(n.op_type for n in proto.graph.node)
+    print(o.printable("  nodes: " + ", ".join(f"{count} {name}" for name, count in ops.most_common())))
+    kinds = Counter[str]()
+    for array in net.initialisers().values():
+        kinds[array.dtype.name] += array.nbytes
+    show.table("weights", ("dtype", "bytes"), [(name, sized(n)) for name, n in kinds.items()])
+    dims = {str(d) for i in net.inputs for d in (i.shape.dims if i.shape else ("",)) if not isinstance(d, int)}
+    if not compiled or dims - sizes(dim).keys():
+        print("give the sizes of named dims (--dim name=size) for the program that it would become" if compiled else "")
+        return []
+    return [net.imported(arrays({i.name: i.shape for i in net.inputs}, given, dim)).graph]
 
 
 def _encoder(model: EmbeddingModel, params: bool) -> list[Graph]:

@@ -20,6 +20,7 @@ from rlx.cli.inspect import inspect
 from rlx.cli.launch import launch
 from rlx.cli.moe import moe
 from rlx.cli.progress import Bars
+from rlx.cli.run import run as run_model
 from rlx.cli.save import save
 from rlx.cli.search import search
 from rlx.cli.verify import verify
@@ -152,6 +153,7 @@ def _warm(model: EmbeddingModel, lines: list[str]) -> float:
 
 for command in (generate, chat, search):
     app.command(rich_help_panel=USE)(command)
+app.command("run", rich_help_panel=USE)(run_model)
 for command in (inspect, explain, verify, bench, save):
     app.command(rich_help_panel=LOOK)(command)
 app.add_typer(moe, name="moe", rich_help_panel=LOOK)

@@ -17,10 +17,14 @@ HUB = "or a name on the Hugging Face Hub, such as Qwen/Qwen3-0.6B"
 HUB_ENCODER = "or a name on the Hugging Face Hub, such as sentence-transformers/all-MiniLM-L6-v2"
 
 Model = Annotated[
-    Path, typer.Argument(help=f"Folder or .gguf file of a model, artifact file, {HUB}.", metavar="MODEL", show_default=False)
+    Path, typer.Argument(help=f"Folder, .gguf or .onnx file, artifact file, {HUB}.", metavar="MODEL", show_default=False)
 ]  # fmt: skip
 Encoder = Annotated[
     Path | None, typer.Option("--model", help=f"BERT-type folder, artifact file, {HUB_ENCODER}.", show_default="all-MiniLM-L6-v2")
+]
+Dims = Annotated[list[str] | None, typer.Option("--dim", help="Size of a named dim of an ONNX model: batch=8; several times.")]
+Given = Annotated[
+    list[str] | None, typer.Option("--input", help="An input of an ONNX model: name=file.npy; several times.", show_default=False)
 ]
 DeviceName = Annotated[str, typer.Option("--device", help="Device to run on: cpu, cuda, cuda:1 …; `rlx devices` lists them.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the CPU device.", show_default="all allowed")]

@@ -19,6 +19,8 @@ def save(
         list[str] | None,
         typer.Option(help="Encoders: texts x tokens, as 8x64; several times.", show_default="1 and 8 texts, all lengths"),
     ] = None,
+    dim: o.Dims = None,
+    given: o.Given = None,
     capacity: o.Capacity = None,
     cache: o.CacheDType = "f32",
     weights: Annotated[bool, typer.Option(help="Store the weights; without, their files and checksums.")] = True,
@@ -34,6 +36,8 @@ def save(
 
         rlx save Qwen/Qwen3-0.6B qwen3.rlx --capacity 2048
 
+        rlx save resnet50.onnx resnet50.rlx --dim batch=1 && rlx run resnet50.rlx --random
+
         rlx save path/to/folder encoder.rlx --shape 1x16 --shape 8x64 && rlx embed --model encoder.rlx "Hello"
     """
     o.check_writable(file)
@@ -47,7 +51,12 @@ def save(
         raise Unsupported(f"{place} is an artifact file already: copy it, or save the model that it was made from")
     shapes = [_shape(text) for text in shape] if shape else None
     with Bars() as bars:
-        if is_encoder(place):
+        if place.suffix == ".onnx":
+            from rlx.cli.run import open_onnx
+
+            net, inputs = open_onnx(place, bars, given, dim, True, device, threads, tune)
+            nbytes = net.save(file, inputs, weights)
+        elif is_encoder(place):
             if capacity is not None:
                 raise OptionError(f"--capacity is for language models, and {place} is an encoder")
             nbytes = o.open_encoder(place, bars, device, threads, tune).save(file, shapes=shapes, weights=weights)

@@ -28,6 +28,8 @@ def verify(
     batch: Annotated[int, typer.Option(min=1, help="Texts at once, of an encoder.")] = 2,
     text: Annotated[str | None, typer.Option(help="Text to run on.", show_default="random tokens")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
+    dim: o.Dims = None,
+    given: o.Given = None,
     device: o.DeviceName = "cpu",
     threads: o.Threads = None,
 ) -> None:
@@ -35,12 +37,15 @@ def verify(
 
     Its network runs on random tokens, or on a text. Every value that a kernel stores is compared with the references of the
     ops in float64.
+    Nodes of an ONNX model are compared with ONNX Runtime too, if it is installed.
     The memory plan is checked twice: by the checker, and by comparing bits with a run in which no buffer shares memory. It ends
     at the first difference, and names node, source line and kernel. Of an artifact file, checksums and plans are checked.
 
     Examples:
 
         rlx verify path/to/folder
+
+        rlx verify resnet50.onnx --dim batch=1
 
         rlx verify Qwen/Qwen3-0.6B --length 64 --device cuda
     """
@@ -55,7 +60,10 @@ def verify(
         return _stored(path)
     with Bars() as bars:
         session, options = Session(device, threads, progress=bars.step), CompileOptions()
-        for case in _cases(path, session, options, batch, length, text, np.random.default_rng(seed)):
+        cases = _cases(path, session, options, batch, length, text, np.random.default_rng(seed))
+        if path.suffix == ".onnx":
+            cases = _onnx(path, bars, given, dim, device, threads, seed)
+        for case in cases:
             found = verify(
                 case.graph, case.weights, case.inputs, session=session, options=options, states=case.states,
                 progress=lambda done, total: bars.show("verifying", done, total),
@@ -101,6 +109,27 @@ def _cases(
         model = load(path, session=session, options=options, capacity=min(room, length + 2 * HELD))
         for tokens in dict.fromkeys((length, 1)):
             yield _decoder(model, tokens, ids, rng)
+
+
+def _onnx(
+    path: Path, bars: Bars, given: list[str] | None, dim: list[str] | None, device: str, threads: int | None, seed: int
+) -> Iterator[_Case]:
+    from rlx.cli.run import open_onnx
+    from rlx.frontends.onnx.peer import compare
+
+    net, inputs = open_onnx(path, bars, given, dim, True, device, threads, seed=seed)
+    graph = net.imported(inputs).graph
+    if graph.outputs:
+        yield _Case(graph, graph.weights.__getitem__, {str(v.name): inputs[str(v.name)] for v in graph.inputs}, {})
+    found = compare(net, inputs)
+    if found is None:
+        print("ONNX Runtime is not installed: nothing was compared with it")
+    elif found.refused is not None:
+        print(o.printable(f"ONNX Runtime does not run the model: {found.refused}"))
+    elif found.difference is not None:
+        raise RlxError(f"{path}: {found.difference}")
+    else:
+        print(f"{path}: {found.values} values of nodes are those of ONNX Runtime")
 
 
 def _encoder(model: EmbeddingModel, batch: int, length: int, ids: np.ndarray | None, rng: np.random.Generator) -> _Case:

@@ -180,6 +180,7 @@ class Importer:
         self.wanted: dict[str, str] = {}  # input whose contents must be known -> why
         self.bounds: dict[Value, Bound] = {}
         self.types: dict[Value, int] = {}  # ONNX's element type of values that are stored in a wider one
+        self.named: dict[str, Any] = {}  # what the names of the model's own graph stand for
         self.outputs: list[Any] = []  # a Value, an array, a list of them, or None, for each output
         self.depth = 0
         self._live: set[Value] = set()  # values that are known to depend on a leaf that is no constant
@@ -196,6 +197,7 @@ class Importer:
                 given = self.given.get(info.name, Ellipsis)
                 scope.names[info.name] = self.past(info) if past else self.input(info.name, info.type, given)
             self.outputs = scope.graph(proto)
+            self.named = scope.names
         except (Refused, GraphError) as e:
             self.refusals.append(str(e))
         if self.refusals or self.wanted:

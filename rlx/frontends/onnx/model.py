@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,6 +71,16 @@ class OnnxModel(Shown):
         return f"{self._source.name} on {self.session.device}: {names[0]} -> {names[1]}; {counted(len(self._kept), 'signature')}"
 
     @property
+    def proto(self) -> onnx.ModelProto:
+        """The model, without the bytes of large initialisers of a file."""
+        return self._source.model
+
+    @property
+    def path(self) -> Path | None:
+        """Of its file, if it is from one."""
+        return self._source.path
+
+    @property
     def inputs(self) -> tuple[Input, ...]:
         """Name and shape of every input. Named dims may have any size."""
         return tuple(Input(name, _declared(name, kind)) for name, kind in self._kinds.items())
@@ -93,6 +104,15 @@ class OnnxModel(Shown):
         """The executable that a run on these inputs uses, compiled if need be. None: all outputs are known without a run."""
         with self._lock:
             return self._get(self._given(inputs)).compiled
+
+    def initialisers(self) -> dict[str, np.ndarray]:
+        """The initialisers of the model's graph."""
+        return {t.name: self._source.array(t) for t in self.proto.graph.initializer}
+
+    def imported(self, inputs: Mapping[str, Any]) -> Importer:
+        """The import for such inputs: its graph, and the values of the model by name."""
+        with self._lock:
+            return self._import(self._given(inputs))
 
     def save(self, path: str | PathLike[str], inputs: Mapping[str, Any], weights: bool = True) -> int:
         """Write the executable for such inputs to an artifact, for rlx.load. Returns its size in bytes."""
@@ -159,26 +179,31 @@ class OnnxModel(Shown):
     # -- signatures
 
     def _get(self, given: Mapping[str, Any]) -> _Compiled:
-        while True:
-            signature = {name: _described(x, name in self._known) for name, x in given.items()}
-            key = tuple(signature.items())
-            if (found := self._kept.get(key)) is not None:
-                self._kept.move_to_end(key)
-                return found
-            about = {n: _shown(x, n in self._known) for n, x in given.items()}
-            importer = Importer(self._source, self._sizes(given), about, self._pairs, self.states or 0)
-            importer.run()
-            fresh = {n for n in importer.wanted if n in given} - self._known
-            if not fresh:
-                break
-            self._known |= fresh
-        check(importer)
+        if (found := self._kept.get(key := self._key(given))) is not None:
+            self._kept.move_to_end(key)
+            return found
+        importer = self._import(given)
+        key = self._key(given)  # which has the contents of inputs that the import asked for
         made = self._signature(importer)
-        self.reasons.append(self._reason(signature))
+        self.reasons.append(self._reason(dict(key)))
         self._kept[key] = made
         if len(self._kept) > REMEMBERED:
             self._kept.popitem(last=False)
         return made
+
+    def _key(self, given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+        return tuple((name, _described(x, name in self._known)) for name, x in given.items())
+
+    def _import(self, given: Mapping[str, Any]) -> Importer:
+        """An import for these inputs: again, if it asks for the contents of some."""
+        while True:
+            about = {n: _shown(x, n in self._known) for n, x in given.items()}
+            importer = Importer(self._source, self._sizes(given), about, self._pairs, self.states or 0)
+            importer.run()
+            if self._known.issuperset(importer.wanted):
+                check(importer)
+                return importer
+            self._known |= set(importer.wanted)
 
     def _sizes(self, given: Mapping[str, Any]) -> dict[str, int]:
         """The named dims of inputs, from arrays. InputShapeError: an array does not have the declared dims."""

@@ -1,0 +1,183 @@
+"""`rlx run MODEL`: runs a model of ONNX, or compiled graphs of an artifact file, once on arrays."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlx.cli import options as o
+from rlx.cli.progress import Bars
+from rlx.errors import OptionError, RlxError, Unsupported, known
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rlx.frontends.onnx import OnnxModel
+    from rlx.ir.shape import Shape
+    from rlx.runtime import CompiledGraph
+
+Arrays = dict[str, Any]
+
+
+def run(
+    model: Annotated[
+        Path, typer.Argument(help="An .onnx file, or an artifact file of graphs.", metavar="MODEL", show_default=False)
+    ],
+    given: o.Given = None,
+    random: Annotated[bool, typer.Option("--random", help="Random numbers for inputs that are not given.")] = False,
+    dim: o.Dims = None,
+    output: Annotated[Path | None, typer.Option(help="Write each output to a .npy file in this folder.")] = None,
+    graph: Annotated[str | None, typer.Option(help="The graph of an artifact file that has several.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random numbers.")] = 0,
+    device: o.DeviceName = "cpu",
+    threads: o.Threads = None,
+    tune: o.Tune = 0.0,
+) -> None:
+    """Run a model once, and show what comes out.
+
+    Examples:
+
+        rlx run resnet50.onnx --random --dim batch=8
+
+        rlx run model.onnx --input input_ids=ids.npy --input attention_mask=mask.npy --output results
+    """
+    import numpy as np
+
+    from rlx.cli import show
+    from rlx.ir.shown import sized
+    from rlx.runtime.artifact import begins_with
+
+    if output is not None and output.exists() and not output.is_dir():
+        raise RlxError(f"cannot write to {output}: it is no folder")
+    begun = time.perf_counter()
+    with Bars() as bars:
+        if begins_with(model):
+            opened = stored(model, graph, device, threads)
+            inputs = arrays({d.name: d.shape for d in opened.inputs}, given, dim, random, seed)
+            compiled: CompiledGraph | None = opened
+            loaded = time.perf_counter()
+            found = dict(zip((d.name for d in opened.outputs), opened.run(inputs)))
+        else:
+            net, inputs = open_onnx(model, bars, given, dim, random, device, threads, tune, seed)
+            compiled = net.executable(inputs)
+            loaded = time.perf_counter()
+            found = net.run(inputs)
+    done = time.perf_counter()
+    flat = {name: np.asarray(x) for key, value in found.items() for name, x in _flat(key, value)}
+    rows = [(o.printable(n), str(x.dtype), "x".join(map(str, x.shape)) or "-", *_range(x)) for n, x in flat.items()]
+    show.table("outputs", ("name", "dtype", "dims", "least", "mean", "greatest"), rows)
+    if compiled is not None:
+        report, memory = compiled.report(), compiled.memory_plan().total_bytes
+        threads = compiled.program().target.threads
+        cache = f"cache: {report.cache.state}"
+        print(f"on {compiled.device}, {threads} threads: loaded and compiled in {loaded - begun:.2f} s ({cache}), ", end="")
+        print(f"run in {(done - loaded) * 1e3:.2f} ms, {sized(memory)}")
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        for name, x in flat.items():
+            np.save(output / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}.npy", x)
+        print(f"written to {output}")
+
+
+def _flat(name: str, x: Any) -> list[tuple[str, Any]]:
+    if isinstance(x, list):
+        return [found for i, e in enumerate(x) for found in _flat(f"{name}.{i}", e)]
+    return [] if x is None else [(name, x)]
+
+
+def _range(x: np.ndarray) -> tuple[str, str, str]:
+    if not x.size or x.dtype.kind not in "biufV":
+        return "", "", ""
+    wide = x.astype("float64")
+    return f"{wide.min():.6g}", f"{wide.mean():.6g}", f"{wide.max():.6g}"
+
+
+def stored(path: Path, name: str | None, device: str, threads: int | None) -> CompiledGraph:
+    """The graph of an artifact file, or that of this name."""
+    from rlx.runtime.artifact import ArtifactFile
+    from rlx.runtime.saving import GRAPHS
+
+    file = ArtifactFile(path, device=None if device == "cpu" else device, threads=threads)
+    if file.kind != GRAPHS:
+        raise Unsupported(f"{path} holds a model that takes text: rlx embed or rlx generate runs it")
+    if name not in file and (name is not None or len(file) > 1):
+        raise OptionError(f"{path} holds the graphs {known(file)}: choose one with --graph")
+    return file[name or next(iter(file))]
+
+
+# -- ONNX models in commands
+
+
+def open_onnx(
+    path: Path, bars: Bars, given: list[str] | None, dim: list[str] | None, random: bool, device: str, threads: int | None,
+    tune: float = 0.0, seed: int = 0,
+) -> tuple[OnnxModel, Arrays]:  # fmt: skip
+    """An ONNX model, and arrays for its inputs: from files, others random."""
+    from rlx.frontends.load import load
+    from rlx.runtime import CompileOptions, Session
+
+    if path.suffix != ".onnx":
+        raise OptionError(f"{path} is no .onnx file and no artifact file of graphs, which are what rlx run takes")
+    net = load(path, session=Session(device, progress=bars.step), options=CompileOptions(threads=threads, tune=tune))
+    if lists := [i.name for i in net.inputs if i.shape is None]:
+        raise Unsupported(f"{path}: input {known(lists)} is a sequence, an optional or without declared dims: run it from Python")
+    return net, arrays({i.name: i.shape for i in net.inputs}, given, dim, random, seed)
+
+
+def sizes(dim: list[str] | None) -> dict[str, int]:
+    """The named dims of `--dim name=size`."""
+    found = {}
+    for text in dim or ():
+        name, _, size = text.rpartition("=")
+        if not name or not size.isdecimal():
+            raise OptionError(f"--dim is name=size, as batch=8; got {text!r}")
+        found[name] = int(size)
+    return found
+
+
+def arrays(
+    inputs: Mapping[str, Shape | Any], given: list[str] | None, dim: list[str] | None, random: bool = True, seed: int = 0
+) -> Arrays:
+    """An array for each input: of `--input name=file.npy`, or random of the declared dims with the sizes of `--dim`."""
+    import numpy as np
+
+    files = {name: file for name, _, file in (text.partition("=") for text in given or ())}
+    if extra := sorted(files.keys() - inputs):
+        raise OptionError(f"--input {extra[0]}: there is no such input; there are {known(inputs)}")
+    made, bound, rng = {name: _read(name, file) for name, file in files.items()}, sizes(dim), np.random.default_rng(seed)
+    named = {str(d) for shape in inputs.values() for d in shape.dims if not isinstance(d, int)}
+    if extra := sorted(bound.keys() - named):
+        raise OptionError(f"--dim {extra[0]}: no input has a dim of this name; there are {known(named)}")
+    for name, array in made.items():
+        bound.update({str(d): n for d, n in zip(inputs[name].dims, array.shape) if not isinstance(d, int)})
+    missing = [f"{name} {shape}" for name, shape in inputs.items() if name not in made]
+    if missing and not random:
+        raise OptionError(f"no value for input {', '.join(missing)}: --input name=file.npy for each, or --random")
+    for name, shape in inputs.items():
+        if name in made:
+            continue
+        if left := [str(d) for d in shape.dims if not isinstance(d, int) and str(d) not in bound]:
+            raise OptionError(f"input {name!r} is {shape}: give the size of {left[0]}, as --dim {left[0]}=1")
+        made[name] = random_array(tuple(d if isinstance(d, int) else bound[str(d)] for d in shape.dims), shape.dtype, rng)
+    return made
+
+
+def random_array(dims: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> Any:
+    """Normal floats; integers and bools of 0 and 1, which are masks, and indices of every table."""
+    if dtype.kind == "f":
+        return rng.standard_normal(dims).astype(dtype.numpy)
+    return rng.integers(0, 2, dims).astype(dtype.numpy)
+
+
+def _read(name: str, file: str) -> Any:
+    import numpy as np
+
+    try:
+        return np.load(file, allow_pickle=False)
+    except (OSError, ValueError) as e:
+        raise RlxError(f"--input {name}: {file or 'no file'} cannot be read as a .npy file: {e}") from None
