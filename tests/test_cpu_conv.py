@@ -159,7 +159,7 @@ def test_every_tiling_gives_the_same_bits(shape: Shape) -> None:
                 assert plain.run(kernel, target, values, tiling={name: value})["c"].tobytes() == want, (name, value)
 
 
-def test_an_image_of_few_channels_is_padded_by_whole_rows() -> None:
+def test_an_image_of_few_channels_is_padded_and_read_by_rows() -> None:
     """Not pixel by pixel, as the view with its channels last would have it; a padded view that is a result stays as it is."""
     g = rlx.Graph("image")
     x, w = g.input("x", (2, 3, 18, 20), f32), g.param("w", (3, 3, 3, 24), f32)
@@ -168,6 +168,8 @@ def test_an_image_of_few_channels_is_padded_by_whole_rows() -> None:
     found = lower(g, with_natives(TARGETS["host"]), rlx.CompileOptions())
     loops = [s.kernel.body[0] for s in found.steps if s.kernel.origin == ("pad",)]
     assert sorted(loop.extent for loop in loops if isinstance(loop, Loop)) == [3, 22]
+    (product,) = (s.kernel.body[0] for s in found.steps if isinstance(s.kernel.body[0], Contract))
+    assert (product.a.col_stride, product.a.col_levels) == (1, ((3, 22), (3, 20 * 22)))  # row by row, not channel by channel
     given, weights = {"x": plain.numbers((2, 3, 18, 20), f32, 0)}, {"w": plain.numbers((3, 3, 3, 24), f32, 1)}
     compiled = rlx.Session("cpu").compile(g)
     compiled.set_param("w", weights["w"])

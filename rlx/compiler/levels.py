@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from rlx.compiler.compilation import Compilation
 from rlx.compiler.layout import Places, one_stride
 from rlx.compiler.legalise import NewNode
-from rlx.compiler.packing import contraction
+from rlx.compiler.packing import contraction, is_matrix
 from rlx.ir.graph import Graph, Node, Value, keep
 from rlx.ir.op import OPS, Kind
-from rlx.ir.ops import copy, pad, transpose
+from rlx.ir.ops import copy, pad, reshape, transpose
 
 FEW_CHANNELS = 4  # of an image: its pixels are runs too short to copy
 
@@ -18,8 +18,12 @@ FEW_CHANNELS = 4  # of an image: its pixels are runs too short to copy
 def levels(graph: Graph, compilation: Compilation) -> Graph:
     """`graph` with a copy in front of each contraction whose left operand has no common stride along the axes that are summed,
     unless the target reads such operands (Target.levels). If it does, the order of the image's axes in memory is free: padding of
-    an image with few channels last comes before the view that puts them there, so that whole rows are copied."""
-    return graph.rebuild(_rows_padded(graph) if compilation.target.levels else _copied(graph))
+    an image with few channels last comes before the view that puts them there, so that whole rows are copied; and sums with
+    weights known before a run are in the order of memory."""
+    if not compilation.target.levels:
+        return graph.rebuild(_copied(graph))
+    padded = graph.rebuild(_rows_padded(graph))
+    return padded.rebuild(_summed_in_order(padded, compilation))
 
 
 def _copied(graph: Graph) -> NewNode:
@@ -51,6 +55,27 @@ def _rows_padded(graph: Graph) -> NewNode:
         low, high = ([sides[a] for a in before] for sides in (node.attrs.low, node.attrs.high))  # type: ignore[union-attr]
         padded = pad(seen.inputs[0], low=low, high=high, value=node.attrs.value)  # type: ignore[union-attr]
         return (transpose(padded, axes=axes),)  # type: ignore[return-value]
+
+    return new
+
+
+def _summed_in_order(graph: Graph, compilation: Compilation) -> NewNode:
+    places = Places(graph)
+
+    def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+        facts = contraction(node) if node.op.kind is Kind.CONTRACT else None
+        if facts is None or len(facts.a_sum) < 2 or not is_matrix(facts) or not compilation.is_static(node.inputs[1].node):
+            return keep(node, inputs)
+        dims, strides = node.inputs[0].shape.static, places.locate(node.inputs[0])[1].strides
+        order = sorted(facts.a_sum, key=lambda axis: -strides[axis] if dims[axis] != 1 else 0)
+        if [a for a in order if dims[a] != 1] == [a for a in facts.a_sum if dims[a] != 1]:
+            return keep(node, inputs)
+        first = len(dims) - len(order)
+        assert facts.a_sum[0] == first, f"{node.op.name} sums over other axes than the last ones"
+        left = transpose(inputs[0], axes=(*range(first), *order))
+        right = reshape(inputs[1], dims=(*dims[first:], -1))
+        right = transpose(right, axes=(*(a - first for a in order), len(order)))
+        return keep(node, (left, reshape(right, dims=inputs[1].dims), *inputs[2:]))  # type: ignore[arg-type]
 
     return new
 
