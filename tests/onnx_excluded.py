@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import onnx
+
 TEXT = "elements are text: rlx computes with numbers"
 RANDOM = "expected data are numpy's random numbers; ONNX leaves the generator open"
 
@@ -16,6 +18,14 @@ EXCLUDED = {  # pattern of whole names of cases -> reason
     r"test_attention_4d_causal_fp16_expanded": "expected data sum products in f16; rlx sums them in f32, and is closer",
     r"test_loop16_seq_none": "ONNX's own comparison fails: it takes the length of an array without dims",
 }
+
+
+if tuple(map(int, onnx.__version__.split(".")[:2])) < (1, 22):
+    EXCLUDED |= {
+        r"test_attention_.*_qk_matmul_(bias|softcap)(_[34]d_mask)?(_causal)?": "expected data have the mask before the soft cap: "
+        "the text of opsets 23 and 24 has been corrected since",
+        r"test_adam_multiple": "expected data are those of another epsilon than the node's; later ones are right",
+    }
 
 
 def excluded(name: str) -> str | None:

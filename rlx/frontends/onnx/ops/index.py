@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,21 @@ def compress(n: Call) -> Value:
         return ops.gather(x.reshape((-1,)) if axis is None else x, np.flatnonzero(condition), axis=axis or 0)
     rows, count = functions.compress(x, n.value(1), axis=axis)
     return n.bounded(rows, axis or 0, count)
+
+
+@handler("NonMaxSuppression", since=10)
+def non_max_suppression(n: Call) -> Any:
+    """Rows of (image, class, box). Boxes are two corners, or with `center_point_box` a centre and a size."""
+    boxes, (most, overlap, least) = n.value(0), (float(np.asarray(n.known(i, d)).reshape(())) for i, d in _LIMITS)
+    if n.attr("center_point_box", 0):
+        centre, half = boxes[..., :2], boxes[..., 2:] * 0.5
+        boxes = ops.concat(centre - half, centre + half, axis=-1)
+    most = max(0, min(int(most), known_dim(n, 0, 1)))
+    rows, count = functions.best_boxes(boxes, n.value(1), most=most, overlap=overlap, least=least)
+    return n.bounded(rows, 0, count)
+
+
+_LIMITS = ((2, 0), (3, 0.0), (4, -math.inf))  # operands of NonMaxSuppression, and their defaults
 
 
 @handler("Unique", since=11)
