@@ -218,3 +218,54 @@ def test_dropout_in_training_scales_what_it_keeps() -> None:
     assert 0.65 < kept.mean() < 0.85
     (same,) = results("Dropout", {"x": x}, 7, ratio=0.9)
     np.testing.assert_array_equal(same, x)
+
+
+# -- images, convolutions and pools: compared with torch ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("auto_pad, strides", [("SAME_UPPER", 2), ("SAME_LOWER", 3), ("VALID", 1)])
+def test_convolutions_pad_by_rule(auto_pad: str, strides: int) -> None:
+    x, w, b = floats(2, 4, 7, 10), floats(6, 2, 3, 2), floats(6)
+    (found,) = results("Conv", {"x": x, "w": w, "b": b}, 11, known=("w", "b"), auto_pad=auto_pad, strides=[strides] * 2, group=2)
+    pads = [max(0, (-(-d // strides) - 1) * strides + k - d) if auto_pad != "VALID" else 0 for d, k in ((10, 2), (7, 3))]
+    low = [p - p // 2 if auto_pad == "SAME_LOWER" else p // 2 for p in pads]
+    wide = F.pad(torch.from_numpy(x), [v for p, a in zip(pads, low) for v in (a, p - a)])
+    want = F.conv2d(wide, torch.from_numpy(w), torch.from_numpy(b), stride=strides, groups=2)
+    np.testing.assert_allclose(found, want.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_images_of_columns_are_those_of_torch() -> None:
+    x = floats(2, 3 * 6, 12)
+    inputs = {"x": x, "image": np.array([7, 9]), "block": np.array([3, 2])}
+    (found,) = results("Col2Im", inputs, 18, dilations=[1, 3], pads=[1, 0, 0, 1], strides=[2, 2])
+    want = F.fold(F.pad(torch.from_numpy(x), (0, 0)), (8, 10), (3, 2), dilation=(1, 3), stride=(2, 2))
+    np.testing.assert_allclose(found, want.numpy()[:, :, 1:, :-1], rtol=1e-5, atol=1e-6)
+
+
+def test_regions_are_pooled_bin_by_bin() -> None:
+    x = floats(2, 3, 8, 9)
+    regions = np.array([[0, 0, 0, 8, 7], [1, 2, 3, 5, 3], [1, 6, 6, 20, 20]], np.float32)
+    (found,) = results("MaxRoiPool", {"x": x, "regions": regions}, 9, pooled_shape=[2, 3])
+    for got, (image, *ends) in zip(found, regions.astype(int)):
+        height, width = ends[3] - ends[1] + 1, ends[2] - ends[0] + 1
+        for i, j in np.ndindex(2, 3):
+            rows = slice(ends[1] + i * height // 2, ends[1] - (-(i + 1) * height // 2))
+            columns = slice(ends[0] + j * width // 3, ends[0] - (-(j + 1) * width // 3))
+            part = x[image, :, rows, columns]
+            np.testing.assert_array_equal(got[:, i, j], part.max((1, 2)) if part.size else 0)
+
+
+@pytest.mark.parametrize("op, opset", [("Upsample", 7), ("Upsample", 9), ("Resize", 10)])
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+def test_resizing_before_opset_11_places_elements_asymmetrically(op: str, opset: int, mode: str) -> None:
+    x, scales = floats(1, 2, 4, 5), [1.0, 1.0, 2.0, 3.0]
+    attrs = {"scales": scales} if opset == 7 else {}
+    inputs = {"x": x} if opset == 7 else {"x": x, "scales": np.array(scales, np.float32)}
+    (found,) = results(op, inputs, opset, mode=mode, **attrs)
+    want = x
+    for axis, scale in ((2, 2), (3, 3)):
+        at = np.arange(x.shape[axis] * scale) / scale
+        low = np.floor(at).astype(int)
+        part = 0 if mode == "nearest" else np.expand_dims(at - low, tuple(range(1, 4 - axis)))
+        want = want.take(low, axis) * (1 - part) + want.take(np.minimum(low + 1, x.shape[axis] - 1), axis) * part
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
