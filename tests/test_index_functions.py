@@ -28,7 +28,7 @@ def by_onnx(op: str, *arrays: np.ndarray, outputs: int = 1, **attributes: Any) -
     return onnx.reference.ReferenceEvaluator(helper.make_model(graph)).run(None, dict(zip(names, arrays)))
 
 
-def run(build: Callable[..., Any], *arrays: np.ndarray) -> list[np.ndarray]:
+def run(build: Callable[..., Any], *arrays: np.ndarray, atol: float = 1e-6) -> list[np.ndarray]:
     """The results on the CPU, which are the reference's."""
     g = rlx.Graph("g")
     made = build(*(g.input(f"x{i}", a.shape, rlx.as_dtype(a.dtype)) for i, a in enumerate(arrays)))
@@ -36,7 +36,7 @@ def run(build: Callable[..., Any], *arrays: np.ndarray) -> list[np.ndarray]:
     inputs = {f"x{i}": a for i, a in enumerate(arrays)}
     found = rlx.Session("cpu").compile(g).run(inputs)
     for one, want in zip(found, evaluate(g, inputs)[0], strict=True):
-        np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(one, want, rtol=1e-5, atol=atol)
     return found
 
 

@@ -75,6 +75,8 @@ AS_NUMPY: dict[str, Callable[..., Any]] = {
     "x[:, mask]": lambda x, y, i: x[:, MASK], "x[mask of rows]": lambda x, y, i: x[np.array([True, False, True, False])],
     "x[1, i, 2:4]": lambda x, y, i: x[1, i, 2:4], "x[i, i % 5]": lambda x, y, i: x[i, i % 5, ::2],
     "einsum": lambda x, y, i: np.einsum("abc,cb->a", x, y), "einsum ...": lambda x, y, i: np.einsum("...bc,cb", x, y),
+    "einsum diagonal": lambda x, y, i: np.einsum("aba,cb->ba", x[:, :, :4], y), "einsum trace": lambda x, y, i: np.einsum(
+        "ii", y[:5]), "einsum of three equal": lambda x, y, i: np.einsum("iii,ij->ij", x[:4, :4, :4], y[:4]),
     "einsum of one": lambda x, y, i: np.einsum("abc->cb", x),
     "einsum of three": lambda x, y, i: np.einsum("abc,cd,d->ba", x, y, y[0]),
     "tensordot": lambda x, y, i: np.tensordot(x, y, ([1], [1])), "dot": lambda x, y, i: np.dot(x, y),
@@ -137,7 +139,8 @@ WRONG_INDEX = {
     "before the start": (lambda x: x[[-5]], rlx.errors.IndexRangeError, "-5"),
     "too many": (lambda x: x[[0], 0, 0, 0], rlx.errors.ShapeError, "4 keys"),
     "halves": (lambda x: x[[0.5]], rlx.errors.DTypeError, "integers"),
-    "einsum twice": (lambda x: rlx.einsum("aab->b", x), rlx.errors.AttributeValueError, "once"),
+    "einsum twice": (lambda x: rlx.einsum("aab->b", x), rlx.errors.ShapeError, "4 and 5 in one operand"),
+    "einsum names": (lambda x: rlx.einsum("ab->b", x), rlx.errors.AttributeValueError, "each of 3 dims"),
     "einsum sizes": (lambda x: rlx.einsum("abc,abd->cd", x, x[:2]), rlx.errors.ShapeError, "'a'"),
     "einsum result": (lambda x: rlx.einsum("abc->z", x), rlx.errors.AttributeValueError, "z"),
 }  # fmt: skip

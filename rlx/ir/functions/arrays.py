@@ -264,10 +264,11 @@ def tensordot(x: Value, y: Operand, axes: int | tuple[Sequence[int], Sequence[in
 
 @function
 def einsum(subscripts: str, *operands: Operand) -> Value:
-    """numpy's einsum: "bik,bkj->bij", "...i,i", without a repeated index in one operand. Each pair of operands is one matmul; the
-    pair with the smallest result beside its operands comes first."""
-    values = [as_value(x) for x in operands]
-    inputs, output = _subscripts(subscripts, values)
+    """numpy's einsum: "bik,bkj->bij", "...i,i", "ii" (the trace). Each pair of operands is one matmul; the pair with the smallest
+    result beside its operands comes first."""
+    inputs, output = _subscripts(subscripts, [as_value(x) for x in operands])
+    values = [_diagonal(as_value(x), names) for x, names in zip(operands, inputs)]
+    inputs = [list(dict.fromkeys(names)) for names in inputs]
     while len(values) > 1:
         a, b = _best_pair(inputs, values)
         (y, by), (x, ax) = ((values.pop(i), inputs.pop(i)) for i in (b, a))
@@ -305,9 +306,24 @@ def _axis_names(part: str, rank: int, text: str) -> Names:
     before, dots, after = part.partition("...")
     names: Names = [*before, *(range(-(rank - len(before) - len(after)), 0) if dots else ()), *after]
     letters = [n for n in names if isinstance(n, str)]
-    if len(names) != rank or not all(n.isalpha() for n in letters) or len(set(letters)) < len(letters):
-        raise AttributeValueError(f"einsum {text!r}: {part!r} does not name each of {rank} dims once")
+    if len(names) != rank or not all(n.isalpha() for n in letters):
+        raise AttributeValueError(f"einsum {text!r}: {part!r} does not name each of {rank} dims")
     return names
+
+
+def _diagonal(x: Value, names: Names) -> Value:
+    """x where the axes of one name have one index: they become one axis, at the place of the first."""
+    for name in dict.fromkeys(names):
+        while names.count(name) > 1:
+            first = names.index(name)
+            second = names.index(name, first + 1)
+            size = known_dim(x, first)
+            if x.dims[second] != size:
+                raise ShapeError(f"index {name!r} is {size} and {x.dims[second]} in one operand: {x!r}")
+            last = moveaxis(x, (first, second), (-2, -1))
+            x = moveaxis(ops.reshape(last, dims=(*last.dims[:-2], size * size))[..., :: size + 1], -1, first)
+            names = [*names[:second], *names[second + 1 :]]
+    return x
 
 
 def _best_pair(inputs: Sequence[Names], values: Sequence[Value]) -> tuple[int, int]:

@@ -41,29 +41,7 @@ def _scaled(x: Value, factor: float) -> Value:
 
 @handler("Einsum")
 def einsum(n: Call) -> Value:
-    """A letter that an operand has twice takes the diagonal."""
-    terms, arrow, result = n.attr("equation").replace(" ", "").partition("->")
-    given = [_diagonal(v, term) for v, term in zip(n.values(), terms.split(","), strict=True)]
-    if not arrow:  # letters that occur once, in alphabetical order; the diagonal's would count as one
-        letters = terms.replace(",", "").replace(".", "")
-        result = ("..." if "..." in terms else "") + "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
-    return functions.einsum(",".join(term for _, term in given) + "->" + result, *(v for v, _ in given))
-
-
-def _diagonal(x: Value, term: str) -> tuple[Value, str]:
-    """x and its letters, without letters that occur twice."""
-    for letter in dict.fromkeys(term.replace(".", "")):
-        while term.count(letter) > 1:
-            before, _, after = term.partition("...")
-            spread = [*before, *([""] * (x.rank - len(before) - len(after)) if "..." in term else ()), *after]
-            first, second = [i for i, name in enumerate(spread) if name == letter][:2]
-            size = x.shape.static[first]
-            x = functions.moveaxis(x, (first, second), (-2, -1))
-            x = x.reshape((*x.dims[:-2], size * size))[..., :: size + 1]  # the diagonal of the rows and columns
-            x = functions.moveaxis(x, -1, first)
-            at = [i for i, name in enumerate(term) if name == letter][1]
-            term = term[:at] + term[at + 1 :]
-    return x, term
+    return functions.einsum(n.attr("equation"), *n.values())
 
 
 @handler("Det")
