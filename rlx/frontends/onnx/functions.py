@@ -10,7 +10,7 @@ import onnx
 from onnx import numpy_helper
 
 from rlx.frontends.onnx.call import Call
-from rlx.frontends.onnx.structure import opsets
+from rlx.frontends.onnx.structure import opsets, schema_of
 from rlx.ir.node import Value
 
 
@@ -32,9 +32,8 @@ def of_model(model: onnx.ModelProto, call: Call) -> Body | None:
 
 def of_schema(call: Call) -> Body | None:
     """The body that the operator's schema gives for these operands."""
-    try:
-        schema: Any = onnx.defs.get_schema(call.op, call.opset, call.domain)
-    except onnx.defs.SchemaError:
+    schema = schema_of(call.op, call.opset, call.domain)
+    if schema is None:
         return None
     defaults = {name: a.default_value for name, a in schema.attributes.items() if a.default_value.name}
     around = {name: call.scope.opset(name) for name in ("", "ai.onnx.ml")}

@@ -124,6 +124,9 @@ class GraphScope:
             self.importer.refusals.append(f"{where}: {e}")
         except RlxError as e:
             self.importer.refusals.append(str(e) if isinstance(e, Refused) and str(e).startswith(where) else f"{where}: {e}")
+        except (IndexError, KeyError, TypeError, ValueError, ArithmeticError, MemoryError) as e:
+            # ONNX has many rules for operands and attributes, and handlers check those that they see
+            self.importer.refusals.append(f"{where}: its operands or attributes do not fit the operator ({e!r:.200})")
         for name, x in zip(node.output, results):
             if name:
                 self.names[name] = x

@@ -30,7 +30,9 @@ def _versions(model: onnx.ModelProto) -> Iterator[str]:
         yield f"IR version {model.ir_version} is newer than {onnx.IR_VERSION}, the newest of onnx {onnx.__version__}: update onnx"
     if not model.opset_import:
         yield "the model does not say which opset it is of"
-    for o in model.opset_import:
+    for o in (*model.opset_import, *(o for f in model.functions for o in f.opset_import)):
+        if not 0 < o.version < 1 << 31:
+            yield f"the opset {o.version} of domain {o.domain!r} is no version"
         if o.domain in ("", "ai.onnx") and o.version > newest:
             yield f"opset {o.version} is newer than {newest}, the newest of onnx {onnx.__version__}: update onnx"
 
@@ -42,8 +44,8 @@ def _graph(model: onnx.ModelProto, graph: onnx.GraphProto, outer: frozenset[str]
     yield from (f"{place}two inputs are called {n!r}" for n in _twice(i.name for i in graph.input))
     initial = [t.name for t in graph.initializer] + [t.values.name for t in graph.sparse_initializer]
     yield from (f"{place}two initialisers are called {n!r}" for n in _twice(initial))
-    for info in graph.input:
-        yield from _dims(info, place)
+    for info in (*graph.input, *graph.output):
+        yield from _type(info, place)
     makers: dict[str, int] = {}
     for at, node in enumerate(graph.node):
         for name in node.output:
@@ -52,6 +54,9 @@ def _graph(model: onnx.ModelProto, graph: onnx.GraphProto, outer: frozenset[str]
     own = {i.name for i in graph.input} | set(initial)
     for at, node in enumerate(graph.node):
         where = f"{place}node {at} {node.op_type}" + (f" {node.name!r}" if node.name else "")
+        if not all(isinstance(s, str) for s in (node.op_type, node.domain, *node.input, *node.output)):
+            yield f"{where} has names that are no UTF-8 text"  # protobuf gives them as bytes
+            continue
         for name in (n for n in dict.fromkeys(node.input) if n not in known):
             late = f"node {makers[name]} makes, which is not before it" if name in makers else "no node and no input makes"
             yield f"{where} reads {name!r}, which {late}"
@@ -73,6 +78,9 @@ def _functions(model: onnx.ModelProto) -> Iterator[str]:
     keys = [(f.domain, f.name, f.overload) for f in model.functions]
     yield from (f"two functions are called {'.'.join(filter(None, k))}" for k in _twice(keys))
     for f in model.functions:
+        if not all(isinstance(s, str) for n in f.node for s in (n.op_type, n.domain, *n.input, *n.output)):
+            yield f"function {f.domain}.{f.name} has nodes with names that are no UTF-8 text"
+            continue
         known, place = {"", *f.input}, f"function {f.domain}.{f.name}, "
         for at, node in enumerate(f.node):
             where = f"{place}node {at} {node.op_type}"
@@ -81,10 +89,12 @@ def _functions(model: onnx.ModelProto) -> Iterator[str]:
         yield from (f"{place}the output {n!r} is made by no node" for n in f.output if n not in known)
 
 
-def _dims(info: onnx.ValueInfoProto, place: str) -> Iterator[str]:
+def _type(info: onnx.ValueInfoProto, place: str) -> Iterator[str]:
+    if info.type.tensor_type.elem_type not in onnx.TensorProto.DataType.values():
+        yield f"{place}{info.name!r} has elements of type {info.type.tensor_type.elem_type}, which onnx does not know"
     for axis, d in enumerate(info.type.tensor_type.shape.dim):
         if d.HasField("dim_value") and d.dim_value < 0:
-            yield f"{place}dim {axis} of input {info.name!r} is {d.dim_value}"
+            yield f"{place}dim {axis} of {info.name!r} is {d.dim_value}"
 
 
 def _arity(model: onnx.ModelProto, node: onnx.NodeProto, where: str) -> Iterator[str]:
@@ -92,9 +102,8 @@ def _arity(model: onnx.ModelProto, node: onnx.NodeProto, where: str) -> Iterator
     domain = "" if node.domain == "ai.onnx" else node.domain
     if any(f.name == node.op_type and f.domain == node.domain for f in model.functions):
         return
-    try:
-        schema: Any = onnx.defs.get_schema(node.op_type, opsets(model).get(domain, 1), domain)
-    except onnx.defs.SchemaError:
+    schema = schema_of(node.op_type, opsets(model).get(domain, 1), domain)
+    if schema is None:
         return  # the importer says that there is no such operator
     for label, count, least, most in (
         ("operands", len(node.input), schema.min_input, schema.max_input),
@@ -117,9 +126,17 @@ def _arity(model: onnx.ModelProto, node: onnx.NodeProto, where: str) -> Iterator
             yield f"{where}: the attribute {name!r} is missing"
 
 
+def schema_of(op: str, version: int, domain: str) -> Any:
+    """ONNX's schema of an operator in an opset; None: it has none."""
+    try:
+        return onnx.defs.get_schema(op, version, domain) if 0 < version < 1 << 31 else None
+    except onnx.defs.SchemaError:
+        return None
+
+
 def _twice(names: Iterable[Any]) -> list[Any]:
     seen: set[Any] = set()
     return list(dict.fromkeys(n for n in names if n in seen or seen.add(n)))
 
 
-__all__ = ["OLDEST", "faults", "opsets"]
+__all__ = ["OLDEST", "faults", "opsets", "schema_of"]
