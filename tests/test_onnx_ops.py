@@ -64,6 +64,7 @@ REFERENCE: list[tuple[str, Arrays, int, dict[str, Any]]] = [
     ("Slice", {"x": floats(5, 6)}, 9, {"starts": [1, -4], "ends": [2147483647, -1], "axes": [0, 1]}),
     ("Slice", {"x": floats(5, 6), "s": np.array([4, -1]), "e": np.array([-9, 0]), "a": np.array([-2, -1]),
                "t": np.array([-2, -1])}, 13, {}),
+    ("Slice", {"x": floats(3, 2), "s": np.array([1]), "e": np.array([-(2**62)]), "a": np.array([0])}, 13, {}),
     ("ReduceSum", {"x": floats(2, 3, 4)}, 11, {"axes": [-1, 0], "keepdims": 0}),
     ("ReduceMean", {"x": whole(3, 5, dtype=np.int32)}, 13, {"axes": [1]}),
     ("ReduceMax", {"x": floats(2, 3, 4)}, 13, {"axes": [-2]}),
@@ -129,6 +130,11 @@ def test_padding_below_zero_cuts(mode: str) -> None:
     x = floats(5, 6)
     (found,) = results("Pad", {"x": x, "p": np.array([-1, 2, 2, -3])}, 13, mode=mode)
     np.testing.assert_array_equal(found, np.pad(x[1:, :-3], ((0, 2), (2, 0)), mode=mode))  # type: ignore[call-overload]
+
+
+def test_a_slice_backwards_starts_at_the_first_element_if_its_start_is_before_it() -> None:
+    inputs = {"x": floats(3, 2), "s": np.array([-9]), "e": np.array([-99]), "a": np.array([0]), "t": np.array([-1])}
+    np.testing.assert_array_equal(results("Slice", inputs, 13)[0], inputs["x"][:1])
 
 
 def test_determinants_are_those_of_numpy_for_singular_and_permuted_matrices() -> None:

@@ -149,12 +149,16 @@ def tile(n: Call) -> Value:
 
 @handler("Slice")
 def slice_(n: Call) -> Value:
-    """Bounds are operands from opset 10 on. They are clamped as Python's are."""
+    """Bounds are operands from opset 10 on. They are clamped as Python's are, but a start before the first element is the first
+    also for steps below 0."""
     x, starts, ends = n.value(0), n.ints(1, "starts"), n.ints(2, "ends")
     axes, steps = n.ints(3, "axes", range(len(starts))), n.ints(4, None, (1,) * len(starts))
     parts = [slice(None)] * x.rank
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
-        parts[axis] = slice(None if start == 0 and step > 0 else start, None if end >= _FAR or end <= -_FAR else end, step)
+        if step < 0 and isinstance(size := x.dims[axis], int):
+            start = max(start, -size)
+        past = end >= _FAR if step > 0 else end <= -_FAR
+        parts[axis] = slice(None if start == 0 and step > 0 else start, None if past else end, step)
     return x[tuple(parts)]
 
 
