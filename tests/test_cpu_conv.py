@@ -177,6 +177,15 @@ def test_an_image_of_few_channels_is_padded_and_read_by_rows() -> None:
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+def test_rows_that_come_from_afar_are_prefetched() -> None:
+    """In products with few panels, also where rows lie in runs of a padded image; the address may be outside of all memory."""
+    target = TARGETS["host"]
+    for shape, far in ((Shape(1, 33, 35, 64, 70, 1, 1), True), (Shape(1, 9, 35, 64, 70, 1, 1), False)):
+        kernel = convolution(shape, target)
+        assert plan_of(kernel, target).rows_ahead == far
+        plain.check_product(kernel, target)
+
+
 # -- channels apart ------------------------------------------------------------------------------------------------
 
 

@@ -196,11 +196,14 @@ class _Contraction(Product):
                     self._cut_tile(e, t, self.a.at(e, a, row), b, sums, layout, steps, tile, tiles[1])
                 else:
                     name = f"tile_{height}x{vectors}_{masked}"
-                    self._tile(e, t, name, self.a.at(e, a, row), b, sums, layout, steps, *jumps, *ahead)
+                    at_a, rows = self.a.at(e, a, row), list[V]()
+                    if p.rows_ahead:  # each tile prefetches the rows of the next
+                        t, rows = replace(t, rows_ahead=self.a.byte(height, 0) // steps), [self.a.at(e, at_a, height)]
+                    self._tile(e, t, name, at_a, b, sums, layout, steps, *jumps, *ahead, *rows)
         return heights[0][1]
 
     def _tile(self, e: Emitter, t: Tile, name: str, a: V, b: V, sums: V, layout: Layout, steps: int, *other: V) -> None:
-        """`other`: the column of a at which k begins, if it jumps, and the place to prefetch from, if there is one."""
+        """`other`: the column of a at which k begins, if it jumps, and the places to prefetch from, if there are any."""
 
         def body(e: Emitter, a: V, b: V, sums: V, *other: V) -> None:
             first, ahead = (other[0], other[1:]) if steps > self.run else (None, other)

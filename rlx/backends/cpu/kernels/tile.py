@@ -59,8 +59,8 @@ class Tile:
     """`rows` x (`vectors` x `lanes`) sums of `acc`, rows `pitch` sums apart; `unroll` steps of k have separate sums. `tail`:
     columns of the last vector that b has in memory (0: all of them); the others are not read. `careful`: a zero element of a
     gives zero products even if b is NaN or infinite. `group`: an element is two bf16 numbers (denormals count as zero), or four
-    integers, u8 in a and i8 in b; one instruction sums all their products. `ahead`: bytes to prefetch per step of k. `adds`: to
-    the previous sums."""
+    integers, u8 in a and i8 in b; one instruction sums all their products. `ahead`, `rows_ahead`: bytes to prefetch per step of
+    k, from one place each. `adds`: to the previous sums."""
 
     rows: int
     vectors: int
@@ -72,6 +72,7 @@ class Tile:
     careful: bool = False
     dot: Dot | None = None
     ahead: int = 0
+    rows_ahead: int = 0
     adds: bool = False
 
 
@@ -105,13 +106,13 @@ def load_line(e: Emitter, at: V, source: Layout, lanes: int, to: DType, tail: in
 
 
 def tile_function(
-    e: Emitter, a: V, b: V, sums: V, k: int | V, factors: V | None = None, ahead: V | None = None, *,
+    e: Emitter, a: V, b: V, sums: V, k: int | V, factors: V | None = None, *ahead: V,
     t: Tile, from_a: Layout, from_b: Layout, first: V | None = None,
 ) -> None:  # fmt: skip
     """sums[rows][vectors*lanes] = a[rows, k] @ b[k, vectors*lanes]. If k is only known at run time, it is at least 1 and the
-    loop is not unrolled. `factors`: one per row; the previous sums, times the factor, are added. `ahead`: where t.ahead bytes
-    per step of k are prefetched from. `first`: the column of a at which k begins, if a's columns lie in levels: k is whole runs
-    of the innermost one."""
+    loop is not unrolled. `factors`: one per row; the previous sums, times the factor, are added. `ahead`: where t.ahead, and
+    t.rows_ahead, bytes per step of k are prefetched from. `first`: the column of a at which k begins, if a's columns lie in
+    levels: k is whole runs of the innermost one."""
     ty, size, dot = vector(stored(t.acc), t.lanes), t.acc.itemsize, t.dot
     side, signed = (dot.side, dot.signed) if dot else (1, False)
     heights, across = -(-t.rows // side) + signed, t.vectors * side  # sums; if signed, a further row sums b alone
@@ -146,7 +147,7 @@ def tile_function(
             out += [multiply_add(e, t, row, column, total) for column, total in zip(columns, sums_of_row)]
         return out
 
-    totals = _over_k(e, t, one, k, [a, b, *([ahead] if ahead else [])], totals, (from_a, from_b), first)
+    totals = _over_k(e, t, one, k, [a, b, *ahead], totals, (from_a, from_b), first)
     for at, total in zip(places, finished(e, t, totals)):
         if t.adds and not in_place:
             total = e.bin("fadd" if t.acc.is_float else "add", e.load(ty, e.gep(sums, at), size), total)
@@ -167,7 +168,8 @@ def _over_k(
         with e.loop(0, k, t.unroll, carried=[a, *carried], nonempty=True) as loop:
             at_a, at_b, *now = loop.carried
             loop.next = [from_a.at(e, at_a, 0, t.unroll), from_b.at(e, at_b, t.unroll)]
-            loop.next += prefetch(e, now[:held], t.unroll * t.ahead)
+            for place, each in zip(now[:held], [n for n in (t.ahead, t.rows_ahead) if n]):
+                loop.next += prefetch(e, [place], t.unroll * each)
             for u in range(t.unroll):
                 loop.next += one(at_a, at_b, u, now[held + u * count :][:count])
         return loop.results

@@ -38,6 +38,8 @@ TILED_PANELS = 8  # with fewer panels, copying rows of `a` as tiles costs more t
 RAGGED_TASKS = 16  # per thread, if rows are spread over grid points in ways that are known at run time only
 PART = 1 << 17  # bytes of a panel's part, at most, and at most an eighth of the L2 cache: it stays there beside the next one
 GROUP_PART = 24 << 10  # of that of a group of rows, which are few: reading and arithmetic take turns in the L1 cache
+FAR_ROWS = 1 << 18  # bytes of rows of `a` that are not near the core when a kernel begins
+FEW_PANELS = 24  # with more, waiting for rows in the first one does not count
 SUMS = 8  # independent accumulators that hide the latency of a multiply-add
 LOW_ROWS = 3  # rows of the lowest tile that is worth trying
 DEFAULT_TILING: Mapping[str, int] = {}
@@ -55,7 +57,8 @@ class Plan:
     the matrix unit (amx.py). `ahead`: each tile of a panel prefetches its share of the next panel. `depth`: steps of k that all
     tiles of a panel take before any takes the next ones, so that this part of the panel stays in a cache; 0: all. `tiled`: a is
     staged as tiles of the matrix unit. `segment`: rows that are one stride apart, if not all are; no tile reaches into the next
-    segment. Each has `in_segment` tiles, of which the first `tall` are the high ones.
+    segment. Each has `in_segment` tiles, of which the first `tall` are the high ones. `rows_ahead`: each
+    tile prefetches the rows of the next one.
     """
 
     lanes: int
@@ -78,6 +81,7 @@ class Plan:
     tiled: bool = False
     segment: int = 0
     in_segment: int = 0
+    rows_ahead: bool = False
 
     @property
     def columns(self) -> int:
@@ -144,11 +148,12 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     stage_b = _stage_b(c.b, c, tiles)
     cached = tiles * rows * c.k * c.a.dtype.itemsize <= amx.L1  # such a block is read from there, in any layout
     tiled = matrix and (stage_a or (groups == 1 and panels >= TILED_PANELS and not cached))
+    depth = _depth(c, group, vectors * lanes, matrix, stage_a, target)
     ahead = tiling.get("ahead", tiles > 1 if matrix else _fetches_ahead(c, rows, tiles))  # one tile of the matrix unit is quick
     return Plan(
         lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, group, stage_a or tiled, stage_b,
-        registers, matrix, bool(ahead), _depth(c, group, vectors * lanes, matrix, stage_a, target), tiled, segment,
-        in_segment if segment else 0,
+        registers, matrix, bool(ahead), depth, tiled, segment,
+        in_segment if segment else 0, _fetches_rows(c, group, -(-panels // groups) if groups else 0, depth, stage_a or tiled),
     )  # fmt: skip
 
 
@@ -310,6 +315,15 @@ def _fetches_ahead(c: Contract, rows: int, tiles: int) -> bool:
     they run far enough ahead by themselves."""
     cold = isinstance(c.b, Operand) and c.b.buffer.size * c.b.dtype.itemsize >= COLD
     return rows >= 6 or min(c.m, rows * tiles) >= 10 or (cold and rows > 1)
+
+
+def _fetches_rows(c: Contract, group: int, panels: int, depth: int, staged: bool) -> bool:
+    """Whether tiles prefetch rows of a: they come from a far cache or from memory, and few panels share the time that takes. The
+    processor itself prefetches along rows, not the first elements of the next ones."""
+    a = c.a
+    if not isinstance(a, Operand) or staged or depth or a.col_levels or panels > FEW_PANELS:
+        return False
+    return a.col_stride == 1 and a.row_stride == c.k and c.m * c.k * a.dtype.itemsize >= FAR_ROWS
 
 
 def _depth(c: Contract, group: int, columns: int, matrix: bool, stage_a: bool, target: Target) -> int:
