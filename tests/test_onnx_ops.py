@@ -57,6 +57,9 @@ def whole(*dims: int, low: int = -9, high: int = 10, dtype: Any = np.int64) -> n
 
 # operator, operands, opset, attributes: compared with ONNX's reference in the same opset
 REFERENCE: list[tuple[str, Arrays, int, dict[str, Any]]] = [
+    ("DFT", {"x": floats(2, 9, 2), "length": np.array(7)}, 17, {"known": ("length",), "axis": -2}),
+    ("DFT", {"x": floats(2, 9, 1), "n": np.array(20), "axis": np.array(1)}, 20, {"onesided": 1, "known": ("n", "axis")}),
+    ("STFT", {"x": floats(2, 50, 1), "step": np.array(8), "window": floats(16)}, 17, {"known": ("step", "window")}),
     ("Clip", {"x": floats(3, 5)}, 6, {"min": -0.5, "max": 1.0}),
     ("Clip", {"x": whole(4, 3, dtype=np.uint8, low=0, high=255), "lo": np.uint8(9), "hi": np.uint8(99)}, 13, {}),
     ("Squeeze", {"x": floats(1, 3, 1, 2)}, 11, {"axes": [0, -2]}),
