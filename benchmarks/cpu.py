@@ -22,6 +22,7 @@ if __name__ == "__main__":
 from benchmarks.measure import DOCUMENT, header
 
 HERE = Path(__file__).resolve().parent
+VISION = ("resnet50", "mobilenet-v2", "convnext-tiny", "vit-b16", "unet")
 SECTION, PART = "\n## ", "\n### "
 
 
@@ -37,6 +38,8 @@ def parts(threads: list[int], rounds: int) -> dict[str, list[list[str]]]:
         "encoders": [[*encoder, *minilm, *some], [*encoder, *bert, *few]],
         "encoders-bf16": [[*encoder, "--precision", "bf16", *minilm, *some], [*encoder, "--precision", "bf16", *bert, *few]],
         "encoders-int8": [[*encoder, "--precision", "int8", *minilm, *some]],
+        "vision": [["vision.py", "--threads", *ends, "--model", *VISION, *few]],
+        "vision-bf16": [["vision.py", "--precision", "bf16", "--threads", *ends, "--model", *VISION[:1], *few]],
         "contractions": [["gemm.py", "--threads", *ends, *some]],
         "narrow": [["narrow.py", "--no-model", "--threads", *ends, *some]],
         "generation": [["generation.py", "--threads", t, *some] for t in several],

@@ -327,9 +327,8 @@ _BUILDERS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def settle(network: nn.Module, seed: int = 0) -> nn.Module:
+def settle(network: nn.Module) -> nn.Module:
     """Random statistics and weights, in evaluation mode. Each batch norm gets a scale that keeps its result near 1."""
-    torch.manual_seed(seed)
     for part in network.modules():
         if isinstance(part, nn.BatchNorm2d):
             for own, low, high in ((part.running_mean, -0.2, 0.2), (part.bias, -0.2, 0.2), (part.weight, 0.7, 1.1)):
@@ -346,7 +345,11 @@ def settle(network: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def _build(builder: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    return lambda **sizes: settle(builder(**sizes))
+    def build(**sizes: object) -> nn.Module:
+        torch.manual_seed(0)
+        return settle(builder(**sizes))
+
+    return build
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {name: _build(builder) for name, builder in _BUILDERS.items()}

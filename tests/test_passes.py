@@ -133,7 +133,17 @@ APPLIES = [
         FLOATS[1:],
     ),
     ("fold_constants", lambda x: constant(np.arange(3.0)) * 2.0 + 1.0, ("f32",)),
+    ("take_known_rows", lambda x: ops.take_rows(constant(np.arange(6.0).reshape(3, 2)), 1, count=2), ("f32",)),
+    ("slice_known_rows", lambda x: ops.gather(constant(np.arange(6.0).reshape(3, 2)), 1), ("f32",)),
+    ("slice_known_rows", lambda x: ops.gather(constant(np.arange(20.0).reshape(2, 10)), [1, 4, 7], axis=1), ("f32",)),
 ]
+
+
+@pytest.mark.parametrize("at", [-1, 3, [0, 1, 3], [2, 1], [0, 1, 2], [[0, 1]]], ids=str)
+def test_a_gather_of_other_positions_stays(at):
+    g = Graph("gather")
+    g.set_outputs([ops.gather(g.input("x", (3, 4), "f32"), at)])
+    assert rewrite(g, RULES).outputs[0].node.op is OPS["gather"]
 
 
 def test_every_rule_has_a_case():

@@ -18,6 +18,8 @@ from rlx.ir.op import Kind
 from rlx.ir.ops import elementwise as e
 from rlx.ir.ops import state as s
 from rlx.ir.ops import view as v
+from rlx.ir.ops.index import gather
+from rlx.ir.ops.rules import axis_of
 from rlx.ir.rewrite import Rule, Var, pattern, rewrite, rule
 from rlx.ir.shape import Shape, contiguous_strides
 
@@ -130,6 +132,20 @@ def merge_casts_around_views(node: Node, x: Value) -> Value | None:
     return e.cast(source, dtype=node.shapes[0].dtype)
 
 
+@rule(pattern(gather, X, C))
+def slice_known_rows(node: Node, x: Value, c: Value) -> Value | None:
+    """A gather of some equally spaced positions that are known and exist is a slice, which needs no copy."""
+    axis, at = axis_of(node.attrs.axis, x.rank), getattr(c.node.attrs, "data", None)  # type: ignore[union-attr]
+    if at is None or at.ndim > 1 or not isinstance(size := x.dims[axis], int) or not 0 < at.size < size:
+        return None
+    start, *more = map(int, at.reshape(-1))
+    step = more[0] - start if more else 1
+    stop = start + step * at.size
+    if step < 1 or not 0 <= start <= stop - step < size or [start, *more] != list(range(start, stop, step)):
+        return None
+    return v.slice_axis(x, axis, start, stop, step).reshape(node.shapes[0].dims)
+
+
 @rule()
 def fold_constants(node: Node) -> Value | None:
     """An op on constants only is replaced by the result of its reference. Ops without operands are not folded (computing an
@@ -150,7 +166,7 @@ def fold_constants(node: Node) -> Value | None:
 RULES: tuple[Rule, ...] = (
     multiply_by_one, add_negative_zero, add_integer_zero, undo_twice, take_first, take_second, merge_transposes,
     keep_outer_dims, drop_view, drop_cast, merge_casts, merge_casts_around_views,
-    fold_constants, take_known_rows,
+    take_known_rows, slice_known_rows, fold_constants,
 )  # fmt: skip
 
 def _axes(node: Node) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from rlx.compiler.pairs import pairs
 from rlx.compiler.precision import precision
 from rlx.compiler.quantised import quantised
 from rlx.compiler.reductions import reductions
+from rlx.compiler.scores import scores
 from rlx.compiler.state import state
 from rlx.errors import OptionError, VerifyError
 from rlx.ir.graph import Graph
@@ -35,6 +36,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("pairs", pairs),
     ("padding", padding),
     ("canonicalise", canonicalise),
+    ("scores", scores),
     ("folding", folding),
     ("channels_last", channels_last),
     ("precision", precision),

@@ -1,0 +1,96 @@
+"""Attention that a model writes as two products around a softmax, as the op `attention`, where the target has a kernel for it.
+
+softmax(q @ kᵀ * scale + bias) @ v then keeps its scores out of memory. The result is the same up to rounding, apart from rows in
+which the bias leaves no key: these are zeros, as in the op, where a softmax alone gives NaN. Exporters of models replace such NaN
+by zeros themselves, which is recognised too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rlx.compiler.compilation import Compilation
+from rlx.errors import GraphError
+from rlx.ir import ops
+from rlx.ir.graph import CONSTANT, Graph, Node, Value, apply, keep
+from rlx.ir.op import OPS
+from rlx.ir.ops.rules import axis_of
+from rlx.ir.rewrite import Pattern, Var, match, pattern
+
+A, B, C = Var("a"), Var("b"), Var("c")
+MATMUL, SOFTMAX = OPS["matmul"], OPS["softmax"]
+GUARDED = pattern(ops.where, pattern(ops.is_nan, A), 0.0, A)
+PRODUCT, QUOTIENT, SUM = pattern(ops.mul, A, B), pattern(ops.div, A, B), pattern(ops.add, A, B)
+
+
+def scores(graph: Graph, compilation: Compilation) -> Graph:
+    """`graph` with such products as attention, where the target claims it."""
+    if graph.extent is not None or not any(node.op is SOFTMAX for node in graph.nodes()):
+        return graph
+    read: dict[Value, int] = {}  # how often; of the new graph's values too
+    for value in (*graph.roots(), *(v for n in graph.nodes() for v in n.inputs)):
+        read[value] = read.get(value, 0) + 1
+
+    def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+        results = keep(node, inputs)
+        read.update({made: read.get(old, 0) for old, made in zip(node.results, results)})
+        made = _attention(results[0].node, read) if node.op is MATMUL else None
+        return results if made is None or not compilation.is_native(made.node) else (made.reshape(node.shapes[0].dims),)
+
+    return graph.rebuild(new)
+
+
+def _attention(node: Node, read: Mapping[Value, int]) -> Value | None:
+    """A product of a softmax and values, as attention; None: it is none, or others read the scores."""
+    weights, v = node.inputs
+    chain = [weights]
+    if (found := _matched(GUARDED, weights)) is not None:
+        weights = found["a"]
+    if weights.node.op is not SOFTMAX or axis_of(weights.node.attrs.axis, weights.rank) != weights.rank - 1:  # type: ignore[union-attr]
+        return None
+    (x,), bias = weights.node.inputs, None
+    chain.append(x)
+    if (found := _matched(SUM, x)) is not None:
+        x, bias = (found["a"], found["b"]) if _is_product(found["a"]) else (found["b"], found["a"])
+        chain.append(x)
+    product, scale = _unscaled(x)
+    alone = all(read[c] == 1 for c in (*chain, product)) and read[weights] == (1 if weights is chain[0] else 2)
+    if not alone or product.node.op is not MATMUL:
+        return None
+    (q, first), (keys, second) = map(_unscaled, product.node.inputs)
+    scale *= first * second
+    if not scale:  # which would ask for the usual one
+        return None
+    k = ops.transpose(keys, axes=(*range(keys.rank - 2), keys.rank - 1, keys.rank - 2)) if keys.rank > 1 else keys
+    ranked = [t.reshape((1, *t.dims)) if t.rank == 3 else t for t in (q, k, v)]
+    given = {"scale": scale, "mask": "none" if bias is None else "bias"}
+    try:
+        return apply(OPS["attention"], (*ranked, *(() if bias is None else (bias,))), given, name=node.name)  # type: ignore[return-value]
+    except GraphError:  # operands that are broadcast, of another rank or of several dtypes
+        return None
+
+
+def _is_product(x: Value) -> bool:
+    return _unscaled(x)[0].node.op is MATMUL
+
+
+def _unscaled(x: Value) -> tuple[Value, float]:
+    """(y, number): x is y times the number."""
+    for form, power in ((PRODUCT, 1), (QUOTIENT, -1)):
+        if (found := _matched(form, x)) is not None:
+            y, number = found["a"], found["b"]
+            if power == 1 and number.node.op is not CONSTANT:
+                y, number = number, y
+            if number.node.op is CONSTANT and number.shape.num_elements == 1 and y.shape == x.shape:
+                return y, float(np.asarray(number.node.attrs.data).reshape(()))**power  # type: ignore[union-attr]
+    return x, 1.0
+
+
+def _matched(form: Pattern, x: Value) -> dict[str, Value] | None:
+    found: dict[str, Value] = {}
+    return found if match(form, x, found) else None
+
+
+__all__ = ["scores"]

@@ -1,0 +1,80 @@
+"""Attention written as products and a softmax: the forms that are recognised, and those that are not."""
+
+import numpy as np
+import pytest
+
+import rlx
+from rlx.backends import get
+from rlx.compiler.compilation import Compilation
+from rlx.compiler.options import CompileOptions
+from rlx.compiler.scores import scores
+from rlx.ir import OPS, Graph
+from rlx.ir.evaluate import evaluate
+
+rng = np.random.default_rng(0)
+COMPILATION = Compilation(get("cpu").target(), CompileOptions())
+
+
+def guarded(p):
+    return rlx.where(rlx.is_nan(p), 0.0, p)
+
+
+def graph_of(body, lead=(2, 3), dims=(17, 9, 8, 5)):
+    """`body` of q, k transposed, v, and a bias per key of the first lead dim."""
+    rows, keys, depth, width = dims
+    g = Graph("attention")
+    q, k = g.input("q", (*lead, rows, depth), "f32"), g.input("k", (*lead, depth, keys), "f32")
+    v, bias = g.input("v", (*lead, keys, width), "f32"), g.input("bias", (lead[0], *(1 for _ in lead[1:]), 1, keys), "f32")
+    made = body(q, k, v, bias)
+    g.set_outputs(made if isinstance(made, list) else [made])
+    return g
+
+
+def found(graph):
+    return [n for n in graph.nodes() if n.op is OPS["attention"]]
+
+
+FORMS = {
+    "plain": lambda q, k, v, bias: rlx.softmax(q @ k) @ v,
+    "scaled": lambda q, k, v, bias: rlx.softmax((q @ k) * 0.3) @ v,
+    "divided": lambda q, k, v, bias: rlx.softmax((q @ k) / 3.0, axis=-1) @ v,
+    "both scaled": lambda q, k, v, bias: rlx.softmax((q * 0.5) @ (0.7 * k)) @ v,
+    "biased": lambda q, k, v, bias: rlx.softmax((q @ k) * 0.3 + bias) @ v,
+    "biased, guarded": lambda q, k, v, bias: guarded(rlx.softmax(bias + (q * 0.3) @ k)) @ v,
+}
+
+
+@pytest.mark.parametrize("lead", [(2, 3), (6,)], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_products_around_a_softmax_are_attention(form, lead):
+    graph = graph_of(FORMS[form], lead)
+    passed = scores(graph, COMPILATION)
+    assert len(found(passed)) == 1 and not any(n.op in (OPS["softmax"], OPS["matmul"]) for n in passed.nodes())
+    feeds = {v.name: rng.normal(size=v.shape.static).astype(np.float32) for v in graph.inputs}
+    if "guarded" in form:
+        feeds["bias"][0] = -np.inf  # no key is left: zeros
+    want = evaluate(graph, feeds)[0][0]
+    np.testing.assert_allclose(evaluate(passed, feeds)[0][0], want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(rlx.Session("cpu").compile(graph).run(feeds)[0], want, rtol=1e-5, atol=1e-6)
+
+
+OTHERS = {
+    "others read the weights": lambda q, k, v, bias: [p := rlx.softmax(q @ k), p @ v],
+    "others read the scores": lambda q, k, v, bias: [s := q @ k, rlx.softmax(s) @ v],
+    "another axis": lambda q, k, v, bias: rlx.softmax(q @ k, axis=-2) @ v,
+    "scaled by a tensor": lambda q, k, v, bias: rlx.softmax((q @ k) * bias) @ v,
+    "one matrix of values": lambda q, k, v, bias: rlx.softmax(q @ k) @ v[0, 0],
+    "scaled by zero": lambda q, k, v, bias: rlx.softmax((q @ k) * 0.0) @ v,
+    "no product": lambda q, k, v, bias: rlx.softmax(q[..., :1] + bias) @ v,
+}
+
+
+@pytest.mark.parametrize("form", OTHERS)
+def test_others_stay(form):
+    graph = graph_of(OTHERS[form])
+    assert not found(scores(graph, COMPILATION))
+
+
+def test_a_target_without_the_kernel_keeps_the_products():
+    graph = graph_of(FORMS["plain"])
+    assert not found(scores(graph, Compilation(get("ref").target(), CompileOptions())))
