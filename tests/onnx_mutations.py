@@ -32,7 +32,7 @@ EXTREMES = (0, -1, 1, 2, 3, 7, 64, 1 << 20, 1 << 31, 1 << 40, (1 << 63) - 1, -(1
 _TEXTS = {
     "reduce": """<ir_version: 10, opset_import: ["" : 21]> net (float[2,3,8] x) => (float[2,1,8] y)
         <int64[1] axes = {1}> { a = Relu(x) b = Softmax<axis = -1>(a) c = Add(b, x) y = ReduceSum<keepdims = 1>(c, axes) }""",
-    "shapes": """<ir_version: 10, opset_import: ["" : 21]> net (float[4,6] x, int64[2] to) => (y)
+    "shapes": """<ir_version: 10, opset_import: ["" : 21]> net (float[4,6] x, int64[2] to) => (float[a,b] y)
         <int64[2] starts = {0, 1}, int64[2] ends = {3, 6}, int64[2] axes = {0, 1}, int64[2] twice = {2, 1}>
         { s = Slice(x, starts, ends, axes) t = Transpose<perm = [1, 0]>(s) r = Reshape(t, to) q = Tile(r, twice)
           n = Shape(q) m = ConstantOfShape(n) k = Add(q, m) y = Concat<axis = 0>(k, q) }""",

@@ -49,6 +49,11 @@ def test_the_page_of_ops_is_as_the_table_is() -> None:
     assert sorted(shown) == sorted(op.name for op in OWN if op.kind is not Kind.LEAF)
 
 
+def test_the_table_of_onnx_operators_is_as_the_handlers_are() -> None:
+    made = runpy.run_path(str(DOCS / "onnx_table.py"))["page"]()
+    assert (DOCS / "onnx.md").read_text(encoding="utf-8") == made, "handlers have changed: run python docs/onnx_table.py"
+
+
 def test_the_chart_is_as_the_tables_of_measurements_are() -> None:
     made = runpy.run_path(str(DOCS / "chart.py"))
     assert (DOCS / "speed.svg").read_text(encoding="utf-8") == made["chart"](), "a table has changed: run python docs/chart.py"

@@ -37,6 +37,12 @@ def find(domain: str, name: str, opset: int) -> Handler | None:
     return versions.get(max((since for since in versions if since <= opset), default=0))
 
 
+def operators() -> list[tuple[str, str, int]]:
+    """(domain, name, the first opset that is supported) of every operator with a handler."""
+    _read_files()
+    return sorted((domain, name, min(versions)) for (domain, name), versions in _TABLE.items())
+
+
 @cache
 def _read_files() -> None:
     """Every file of handlers registers them when it is imported."""
