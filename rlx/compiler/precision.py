@@ -18,6 +18,7 @@ from rlx.errors import CompileError, GraphError, known
 from rlx.ir.dtype import DTYPES, DType, f32
 from rlx.ir.graph import Graph, Node, Value, keep
 from rlx.ir.op import Kind
+from rlx.ir.ops.index import PadAttrs
 from rlx.ir.program import NodeReport
 
 MOST_AROUND = 8  # a smaller part of a value is cast by itself: the kernel of the whole would store more than it saves
@@ -83,10 +84,11 @@ def _on(node: Node, narrow: DType, at: Sequence[int]) -> Node | None:
 
 
 def _narrowed(v: Value, narrow: DType) -> Value:
-    """`v` cast to `narrow`: in front of views of a computed value, so that its kernel rounds what it stores, once for all."""
+    """`v` cast to `narrow`: in front of views and padding of a computed value, so that its kernel rounds what it stores, once for
+    all."""
     views: list[Node] = []
     root = _as_view(v)
-    while root.node.op.kind is Kind.VIEW and len(root.node.inputs) == len(root.node.shapes) == 1:
+    while _moves(root.node):
         views.append(root.node)
         root = _as_view(root.node.inputs[0])
     more = root.shape.num_elements / max(1, v.shape.num_elements)  # a view with windows repeats elements
@@ -96,6 +98,12 @@ def _narrowed(v: Value, narrow: DType) -> Value:
     for view in reversed(views):
         (moved,) = Node(view.op, (moved,), view.attrs, (view.shapes[0].with_dtype(narrow),), view.name, view.source).results
     return moved
+
+
+def _moves(node: Node) -> bool:
+    """True for a view, or padding with zeros."""
+    zeros = isinstance(node.attrs, PadAttrs) and node.attrs.value == 0
+    return (zeros or node.op.kind is Kind.VIEW) and len(node.inputs) == len(node.shapes) == 1
 
 
 def _as_view(v: Value) -> Value:
