@@ -15,7 +15,7 @@ from test_cpu_contract import TARGETS
 import rlx
 from rlx.backends.cpu.backend import with_natives
 from rlx.backends.cpu.kernels import tiles
-from rlx.backends.cpu.kernels.depthwise import claim
+from rlx.backends.cpu.kernels.grouped import claim
 from rlx.backends.cpu.kernels.tiles import Plan, plan
 from rlx.backends.ref.interpret import run_kernel
 from rlx.compiler import lower
@@ -186,11 +186,11 @@ def test_rows_that_come_from_afar_are_prefetched() -> None:
         plain.check_product(kernel, target)
 
 
-# -- channels apart ------------------------------------------------------------------------------------------------
+# -- groups of few channels ------------------------------------------------------------------------------------------------
 
 
-class Apart(NamedTuple):
-    """Of a depthwise convolution: x is [batch, *spatial, channels]."""
+class Grouped(NamedTuple):
+    """Of a convolution in groups of `group` channels: x is [batch, *spatial, channels]."""
 
     x: tuple[int, ...]
     window: tuple[int, ...]
@@ -198,30 +198,33 @@ class Apart(NamedTuple):
     dilation: tuple[int, ...] = (1,)
     low: tuple[int, ...] = (0,)
     high: tuple[int, ...] = (0,)
+    group: int = 1
 
 
-APART = [
-    Apart((2, 7, 7, 96), (3, 3), low=(1,), high=(1,)), Apart((1, 9, 33, 33), (3, 3), (2,), low=(1,), high=(1,)),
-    Apart((1, 14, 20, 24), (5, 5), (2, 1), low=(2,), high=(1, 3)), Apart((1, 5, 6, 7), (3, 2), (1,), (1, 2)),
-    Apart((2, 4, 30, 48), (7, 7), (1,), (2,), (6,), (6,)), Apart((3, 31, 40), (4,), (3,), (1,), (0,), (5,)),
-    Apart((1, 2, 2, 17), (3, 3), low=(3,), high=(4,)), Apart((1, 3, 1, 130), (1, 1), (2,)),
-    Apart((1, 1, 50, 3), (1, 9), low=(0, 8)),
+GROUPED = [
+    Grouped((2, 7, 7, 96), (3, 3), low=(1,), high=(1,)), Grouped((1, 9, 33, 33), (3, 3), (2,), low=(1,), high=(1,)),
+    Grouped((1, 14, 20, 24), (5, 5), (2, 1), low=(2,), high=(1, 3)), Grouped((1, 5, 6, 7), (3, 2), (1,), (1, 2)),
+    Grouped((2, 4, 30, 48), (7, 7), (1,), (2,), (6,), (6,)), Grouped((3, 31, 40), (4,), (3,), (1,), (0,), (5,)),
+    Grouped((1, 2, 2, 17), (3, 3), low=(3,), high=(4,)), Grouped((1, 3, 1, 130), (1, 1), (2,)),
+    Grouped((1, 1, 50, 3), (1, 9), low=(0, 8)), Grouped((2, 5, 9, 22), (3, 3), low=(1,), high=(1,), group=2),
+    Grouped((1, 9, 7, 44), (3, 2), (2, 1), high=(0, 1), group=4), Grouped((1, 6, 19, 56), (3, 3), low=(1,), high=(1,), group=8),
+    Grouped((1, 4, 8, 48), (3, 3), (1,), (2,), (2,), (2,), group=16), Grouped((1, 5, 6, 96), (2, 2), group=32),
 ]  # fmt: skip
 
 
-def graph_of(shape: Apart, dtypes: tuple[DType, DType], epilogue: Callable[[rlx.Value], rlx.Value], turned: bool) -> rlx.Graph:
+def graph_of(shape: Grouped, dtypes: tuple[DType, DType], epilogue: Callable[[rlx.Value], rlx.Value], turned: bool) -> rlx.Graph:
     """conv with a bias, then `epilogue`. `turned`: x is a view of channels-first memory."""
-    g, channels, rank = rlx.Graph("apart"), shape.x[-1], len(shape.x)
+    g, channels, rank = rlx.Graph("grouped"), shape.x[-1], len(shape.x)
     x = g.input("x", (shape.x[0], channels, *shape.x[1:-1]) if turned else shape.x, dtypes[0])
     x = rlx.transpose(x, axes=(0, *range(2, rank), 1)) if turned else x
-    w = g.param("w", (*shape.window, 1, channels), dtypes[1])
+    w = g.param("w", (*shape.window, shape.group, channels), dtypes[1])
     b = g.param("b", (channels,), i32 if dtypes[0] == u8 else dtypes[0])
     how = {"strides": shape.strides, "dilation": shape.dilation, "low": shape.low, "high": shape.high}
-    g.set_outputs([epilogue(conv(x, w, b, groups=channels, channels_last=True, **how))])
+    g.set_outputs([epilogue(conv(x, w, b, groups=channels // shape.group, channels_last=True, **how))])
     return g
 
 
-def run_apart(g: rlx.Graph, target: Target) -> tuple[np.ndarray, np.ndarray]:
+def run_grouped(g: rlx.Graph, target: Target) -> tuple[np.ndarray, np.ndarray]:
     """(the result behind unreadable pages, the reference), where the only step is the kernel of the whole convolution."""
     given = {v.node.name: plain.numbers(v.shape.static, v.dtype, n) for n, v in enumerate((*g.inputs, *g.params))}
     found = lower(g, with_natives(replace(target, channels_last=False)), rlx.CompileOptions())  # the graph as it is
@@ -246,35 +249,35 @@ def six(x: rlx.Value) -> rlx.Value:
 
 @pytest.mark.parametrize("cpu", kernel_runs.TARGETS)
 @pytest.mark.parametrize("epilogue", [rlx.relu, rlx.silu, lambda x: x], ids=["relu", "silu", "none"])
-@pytest.mark.parametrize("shape", APART, ids=str)
-def test_channels_apart(shape: Apart, epilogue: Callable[[rlx.Value], rlx.Value], cpu: str) -> None:
+@pytest.mark.parametrize("shape", GROUPED, ids=str)
+def test_groups_of_channels(shape: Grouped, epilogue: Callable[[rlx.Value], rlx.Value], cpu: str) -> None:
     """By the kernel for whole convolutions, with what follows it; light epilogues are unrolled, silu is a loop."""
-    got, want = run_apart(graph_of(shape, (f32, f32), epilogue, turned=False), kernel_runs.TARGETS[cpu])
+    got, want = run_grouped(graph_of(shape, (f32, f32), epilogue, turned=False), kernel_runs.TARGETS[cpu])
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(
     ("dtypes", "digits"), [((f64, f64), 1e-12), ((bf16, bf16), 2e-2), ((f16, f16), 2e-3), ((u8, i8), 0), ((i32, i32), 0)]
 )
-@pytest.mark.parametrize("shape", [APART[1], APART[5]], ids=str)
-def test_channels_apart_of_every_dtype(shape: Apart, dtypes: tuple[DType, DType], digits: float) -> None:
-    got, want = run_apart(graph_of(shape, dtypes, lambda x: x, turned=False), TARGETS["host"])
+@pytest.mark.parametrize("shape", [GROUPED[n] for n in (1, 5, 10, 11)], ids=str)
+def test_groups_of_channels_of_every_dtype(shape: Grouped, dtypes: tuple[DType, DType], digits: float) -> None:
+    got, want = run_grouped(graph_of(shape, dtypes, lambda x: x, turned=False), TARGETS["host"])
     np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=digits, atol=8 * digits)
 
 
-def test_channels_apart_in_other_strides() -> None:
-    got, want = run_apart(graph_of(APART[2], (f32, f32), six, turned=True), TARGETS["host"])
+def test_groups_of_channels_in_other_strides() -> None:
+    got, want = run_grouped(graph_of(GROUPED[2], (f32, f32), six, turned=True), TARGETS["host"])
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
 
 
-def test_a_residual_is_added_where_channels_are_apart() -> None:
+def test_a_residual_is_added_to_groups_of_channels() -> None:
     """With the same bits at any number of threads, which share rows and channels."""
-    shape, seen = APART[0], []
+    shape, seen = GROUPED[0], []
     for threads in (1, 2, 16):
         g = graph_of(shape, (f32, f32), lambda x: x, turned=False)
         y = g.outputs[0] + g.inputs[0]
         g.set_outputs([y])
-        got, want = run_apart(g, replace(TARGETS["host"], threads=threads))
+        got, want = run_grouped(g, replace(TARGETS["host"], threads=threads))
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
         seen.append(got.tobytes())
     assert len(set(seen)) == 1
@@ -283,7 +286,7 @@ def test_a_residual_is_added_where_channels_are_apart() -> None:
 @pytest.mark.parametrize(
     ("x", "w", "given", "reason"),
     [((1, 5, 5, 8), (3, 3, 8, 4), {}, "a product of windows"), ((1, 8, 5, 5), (8, 1, 3, 3), {"groups": 8}, "channels"),
-     ((1, 5, 5, 8), (3, 3, 1, 16), {"groups": 8, "channels_last": True}, "one channel per group"),
+     ((1, 5, 5, 8), (3, 3, 1, 16), {"groups": 8, "channels_last": True}, "groups of"),
      ((1, 5, 5, 5, 4), (3, 3, 3, 1, 4), {"groups": 4, "channels_last": True}, "1 or 2 spatial dims")],
 )  # fmt: skip
 def test_other_convolutions_say_why_they_are_not_claimed(x: tuple, w: tuple, given: dict, reason: str) -> None:

@@ -215,7 +215,7 @@ def with_natives(target: Target) -> Target:
     """`target` (any CPU, not only this one) with the claimed ops of this backend."""
     splits = {"attention": partial(_Kernels("attention", "split"), threads=target.threads)}
     splits["dequant_matmul"] = partial(_Kernels("quant", "split"), target=target)
-    packs = {"conv": _Kernels("depthwise", "packs")}
+    packs = {"conv": _Kernels("grouped", "packs")}
     packs |= dict.fromkeys(("dequant_matmul", "segment_matmul"), _Kernels("quant", "packs"))
     computes = partial(_Kernels("computed", "computes"), target)
     follows, followed = _Kernels("computed", "follows"), frozenset({"attention", "conv", "dequant_matmul", "segment_matmul"})
@@ -223,6 +223,6 @@ def with_natives(target: Target) -> Target:
 
 
 _MODULES = {"attention": "attention", "attention_parts": "attention", "dequant_matmul": "quant"}  # of claimed ops
-_MODULES["conv"] = "depthwise"
+_MODULES["conv"] = "grouped"
 NATIVES = {op: _Kernels(module, "claim") for op, module in _MODULES.items()}
 NATIVES["segment_matmul"] = _Kernels("quant", "claim_segments")

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial, reduce
 
 from rlx.backends.cpu.abi import Rendered
-from rlx.backends.cpu.kernels import attention, contract, depthwise, quant, tiles
+from rlx.backends.cpu.kernels import attention, contract, grouped, quant, tiles
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided
 from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, other_tasks
 from rlx.backends.cpu.loops import (
@@ -38,7 +38,7 @@ from rlx.ir.kernel import (  # isort: skip
 from rlx.ir.target import Target
 
 GRAIN_NS = 6_000  # least estimated work of a task: a handover takes 0.2 µs, 12 µs more if the other thread sleeps
-NATIVES = {"attention": attention, "attention_parts": attention, "conv": depthwise}  # see backend.py
+NATIVES = {"attention": attention, "attention_parts": attention, "conv": grouped}  # see backend.py
 STREAMED_BYTES = 32 << 20  # a kernel that touches this much uses non-temporal stores: the results would not stay in cache
 FETCHED_BYTES = 1 << 20  # an operand this large does not fit a core's private caches
 STREAMED_SHARE = 8  # non-temporal only if the kernel touches at most this many times the result's size

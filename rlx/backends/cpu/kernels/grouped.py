@@ -1,13 +1,15 @@
-"""Convolutions that keep channels apart (depthwise), channels last: a Kernel whose body is one Native conv.
+"""Convolutions in groups of few channels (depthwise: of one), channels last: a Kernel whose body is one Native conv.
 
 Vectors run over channels, and a tile of adjacent positions of one row of the result has its sums in registers. For each row of
-the window, an element of x is loaded once for all positions of the tile that read it. Padding is not stored: rows of a window
+the window, an element of x is loaded once for all positions of the tile that read it. A vector has the channels of several
+groups: the channels that its lanes multiply by are that vector of x with its lanes moved inside each group, or single channels
+spread over the lanes of their group, where a group is large. Padding is not stored: rows of a window
 that lie outside are left out at run time; columns are known when code is generated: tiles at an edge have code of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from math import prod
 
@@ -26,6 +28,8 @@ from rlx.ir.ops.conv import ConvAttrs
 from rlx.ir.target import Target
 from rlx.records import record
 
+GROUPS = (1, 2, 4, 8, 16, 32)  # channels of a group; more are products, of a matrix for each group
+SPREAD = 8  # channels of a group whose channels are spread one by one, in a loop
 HEAVY = 6  # weight of an epilogue that is a loop over the tile's positions, instead of a copy for each
 MULTIPLY_GRAIN = GRAIN // 4  # multiply-adds of a task: each loads more than those of a product
 
@@ -38,8 +42,8 @@ def claim(node: Node) -> str | None:
         return "a convolution that sums over all channels is a product of windows"
     if not attrs.channels_last or not 3 <= x.rank <= 4:
         return f"the direct kernel takes [batch, *spatial, channels] with 1 or 2 spatial dims, not {x.shape}"
-    if w.dims[-2] != 1 or w.dims[-1] != attrs.groups:
-        return f"the direct kernel has one channel per group in x and in the result, not {w.shape} in {attrs.groups} groups"
+    if w.dims[-2] not in GROUPS or w.dims[-1] != x.dims[-1]:
+        return f"the direct kernel has groups of {GROUPS} channels in x and in the result, not {w.shape} in {attrs.groups} groups"
     return None
 
 
@@ -53,14 +57,14 @@ def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int
     """A module for a kernel whose body is one Native conv that `claim` accepts; views may have any strides."""
     (native,) = kernel.body
     assert isinstance(native, Native), f"kernel {kernel.name} is no native op"
-    return _Depthwise(kernel, native, target, tiling).written(symbol)
+    return _Grouped(kernel, native, target, tiling).written(symbol)
 
 
 def axes(kernel: Kernel, native: Native, target: Target) -> dict[str, tuple[int, ...]]:
     """Tuning parameters: `tasks`."""
-    default = _Depthwise(kernel, native, target, DEFAULT_TILING)
+    default = _Grouped(kernel, native, target, DEFAULT_TILING)
     asked = {"tasks": other_tasks(target.threads)}
-    return distinct({"tasks": default.tasks}, asked, lambda tiling: _Depthwise(kernel, native, target, tiling).tasks)
+    return distinct({"tasks": default.tasks}, asked, lambda tiling: _Grouped(kernel, native, target, tiling).tasks)
 
 
 @record
@@ -76,7 +80,7 @@ class _Side:
     low: int
 
 
-class _Depthwise(Module):
+class _Grouped(Module):
     """`across`: positions of a tile; `vectors`: of channels. `chunks`: parts of the channels that tasks may share a row by."""
 
     def __init__(self, kernel: Kernel, native: Native, target: Target, tiling: Mapping[str, int]) -> None:
@@ -97,12 +101,13 @@ class _Depthwise(Module):
             self.epilogue = (Store(out.buffer, linear(zip(self.axes, out.strides), out.offset), acc),)
         self.vector_bytes, self.features = target.vector_bytes, target.features
         self.lanes = target.vector_bytes // max(4, acc.dtype.itemsize)
+        self.group = self.w.dims[-2]
         sums = registers_of(target) // 2
         self.across = -(-self.wide.out // -(-self.wide.out // sums)) if self.wide.out else 1
         self.vectors = max(1, min(sums // self.across, self.channels // self.lanes))
         self.blocks = self.channels // (self.vectors * self.lanes)
         self.rows = self.batch * self.high.out
-        work = self.rows * self.wide.out * self.channels * self.high.window * self.wide.window
+        work = self.rows * self.wide.out * self.channels * prod(self.w.dims[:-1])
         wanted = tiling.get("tasks", 1 if target.threads == 1 else min(TASKS_PER_THREAD * target.threads, work // MULTIPLY_GRAIN))
         self.chunks = max(1, min(self.blocks, -(-wanted // max(1, self.rows)))) if wanted > self.rows else 1
         self.tasks = max(1, min(wanted, self.rows * self.chunks)) if prod(result) else 0
@@ -180,11 +185,14 @@ class _Depthwise(Module):
         weights = self.w.buffer.dtype
         w = step(e, self._address(e, scope, self.w), channel, weights.itemsize)
         column = e.bin("sub", e.bin("mul", first, self.wide.stride), self.wide.low)
-        x = step(e, self.image.at(e, line, 0, column), channel, self.x.strides[-1] * self.x.buffer.dtype.itemsize)
+        x, each = self.image.at(e, line, 0, column), self.x.strides[-1] * self.x.buffer.dtype.itemsize
+        firsts = [e.bin("add", channel, v * self.lanes) for v in range(vectors)]
+        if self.group >= self.lanes:
+            firsts = [e.bin("and", first, -self.group) for first in firsts]  # of the group
         with e.loop(*rows, carried=start * have) as loop:
             here = self.image.at(e, x, e.bin("mul", loop.index, self.high.dilation))
-            of_row = step(e, w, loop.index, self.wide.window * self.channels * weights.itemsize)
-            loop.next = self._taps(e, here, of_row, loop.carried, shape, tails)
+            of_row = step(e, w, loop.index, self.wide.window * self.group * self.channels * weights.itemsize)
+            loop.next = self._taps(e, [step(e, here, first, each) for first in firsts], of_row, loop.carried, shape, tails)
         if self.heavy:
             self._finish_in_turn(e, scope, loop.results, first, channel, have, tails)
             return
@@ -196,25 +204,56 @@ class _Depthwise(Module):
             emit_statements(self.epilogue, inside)
 
     def _taps(
-        self, e: Emitter, x: V, w: V, sums: Sequence[V], shape: tuple[int, frozenset[tuple[int, int]]], tails: Sequence[int]
-    ) -> list[V]:
-        """One row of the window, added to the sums of all positions and vectors: elements of x in the order of memory."""
-        (have, missing), out = shape, list(sums)
-        source, of_w = Layout(self.x.buffer.dtype, 0, self.x.strides[-1]), Layout(self.w.buffer.dtype, self.channels)
+        self, e: Emitter, xs: Sequence[V], w: V, sums: Sequence[V], shape: tuple[int, frozenset[tuple[int, int]]],
+        tails: Sequence[int],
+    ) -> list[V]:  # fmt: skip
+        """One row of the window, added to all sums. `xs`: where the channels of each vector begin."""
+        how = shape, tails
+        if self.group < SPREAD:
+            return self._products(e, xs, w, sums, *how, range(self.group), self._moved)
+        with e.loop(0, self.group, carried=sums) as loop:
+            here = [step(e, x, loop.index, self.x.strides[-1] * self.x.buffer.dtype.itemsize) for x in xs]
+            of_channel = step(e, w, loop.index, self.channels * self.w.buffer.dtype.itemsize)
+            loop.next = self._products(e, here, of_channel, loop.carried, *how, range(1), self._spread)
+        return loop.results
+
+    def _products(
+        self, e: Emitter, xs: Sequence[V], w: V, sums: Sequence[V], shape: tuple[int, frozenset[tuple[int, int]]],
+        tails: Sequence[int], channels: range, values: Callable[[Emitter, V, int], list[V]],
+    ) -> list[V]:  # fmt: skip
+        """One row of the window and these channels of each group: elements of x in the order of memory."""
+        (have, missing), out, of_w = shape, list(sums), Layout(self.w.buffer.dtype, self.channels)
         taps = [tap for tap in self._reads(have) if tap[1:] not in missing]
-        for v, few in enumerate(tails):
-            used = {q for _, _, q in taps}
-            factors = {q: self._load(e, of_w, of_w.at(e, w, q, v * self.lanes), few) for q in sorted(used)}
+        for v, (x, few) in enumerate(zip(xs, tails)):
+            rows = sorted({q * self.group + i for _, _, q in taps for i in channels})
+            factors = {row: self._load(e, of_w, of_w.at(e, w, row, v * self.lanes), few) for row in rows}
             for column, readers in groupby(taps, key=lambda tap: tap[0]):
-                at = source.at(e, self.image.at(e, x, 0, column), 0, v * self.lanes)
-                value = self._load(e, source, at, few)
-                for _, t, q in readers:
-                    n = t * len(tails) + v
-                    if self.acc.dtype.is_float:
-                        out[n] = e.intrinsic("fmuladd", value, factors[q], out[n])
-                    else:
-                        out[n] = e.bin("add", out[n], e.bin("mul", value, factors[q]))
+                places = [(t * len(tails) + v, q) for _, t, q in readers]
+                for i, value in enumerate(values(e, self.image.at(e, x, 0, column), few)):
+                    for n, q in places:
+                        factor = factors[q * self.group + i]
+                        if self.acc.dtype.is_float:
+                            out[n] = e.intrinsic("fmuladd", value, factor, out[n])
+                        else:
+                            out[n] = e.bin("add", out[n], e.bin("mul", value, factor))
         return out
+
+    def _moved(self, e: Emitter, at: V, few: int) -> list[V]:
+        """For each channel of a group, its element of x in all lanes of the group, by moving lanes."""
+        source = Layout(self.x.buffer.dtype, 0, self.x.strides[-1])
+        whole = self._load(e, source, at, few)
+        lanes = range(self.lanes)
+        moved = ([lane - lane % self.group + i for lane in lanes] for i in range(self.group))
+        return [whole] if self.group == 1 else [e.shuffle(whole, picks) for picks in moved]
+
+    def _spread(self, e: Emitter, at: V, few: int) -> list[V]:
+        """The same for the first channel of the groups that begin at `at`, by loading it into all lanes."""
+        source, stride = Layout(self.x.buffer.dtype, 0, 0), self.x.strides[-1] * self.x.buffer.dtype.itemsize
+        value = self._load(e, source, at, 0)
+        for first in range(self.group, few or self.lanes, self.group):
+            before = lane_mask(self.lanes, first)
+            value = e.select(before, value, self._load(e, source, e.gep(at, first * stride), 0))
+        return [value]
 
     def _load(self, e: Emitter, source: Layout, at: V, tail: int) -> V:
         return load_line(e, at, source, self.lanes, self.acc.dtype, tail)
