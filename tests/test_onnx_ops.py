@@ -278,3 +278,22 @@ def test_resizing_before_opset_11_places_elements_asymmetrically(op: str, opset:
         part = 0 if mode == "nearest" else np.expand_dims(at - low, tuple(range(1, 4 - axis)))
         want = want.take(low, axis) * (1 - part) + want.take(np.minimum(low + 1, x.shape[axis] - 1), axis) * part
     np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("attrs", [
+    {"strides": [2, 3], "pads": [1, 0, 0, 2], "output_padding": [1, 2], "dilations": [1, 2]}, {"output_shape": [9, 7]}, {},
+])  # fmt: skip
+def test_transposed_convolutions_are_gradients_of_convolutions(attrs: dict[str, Any]) -> None:
+    x, w, b = floats(2, 4, 5, 3), floats(4, 3, 3, 2), floats(6)
+    strides = [2, 3] if "strides" in attrs else [2, 2]
+    (found,) = results("ConvTranspose", {"x": x, "w": w, "b": b}, 11, group=2, **({"strides": strides} | attrs))
+    more, dilation = attrs.get("output_padding", [1, 2]), attrs.get("dilations", [1, 1])
+    want = F.conv_transpose2d(*map(torch.from_numpy, (x, w, b)), strides, 0, 0, 2, dilation)
+    wide = F.pad(want - torch.from_numpy(b)[:, None, None], (0, more[1], 0, more[0])) + torch.from_numpy(b)[:, None, None]
+    if "pads" in attrs:
+        wide = wide[:, :, 1:, : wide.shape[3] - 2]
+    elif "output_shape" in attrs:  # 11 rows without padding: one is cut before, as one behind; 6 columns: one is added
+        wide = F.pad(want - torch.from_numpy(b)[:, None, None], (0, 1))[:, :, 1:-1] + torch.from_numpy(b)[:, None, None]
+    else:
+        wide = want
+    np.testing.assert_allclose(found, wide.numpy(), rtol=1e-4, atol=1e-5)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from rlx.frontends.onnx.call import Call
-from rlx.frontends.onnx.ops.shape import known_dim
+from rlx.frontends.onnx.ops.shape import known_dim, padded
 from rlx.frontends.onnx.table import handler
-from rlx.ir import ops
+from rlx.ir import functions, ops
 from rlx.ir.node import Value
 
 Ints = tuple[int, ...]
@@ -60,3 +60,36 @@ def windows(n: Call, window: Ints) -> Windows:
 def conv(n: Call) -> Value:
     operands: list[Any] = [n.value(i) for i in range(3) if n.has(i)]
     return ops.conv(*operands, groups=n.attr("group", 1), **windows(n, n.sizes(1)[2:]).facts)
+
+
+@handler("ConvTranspose")
+def conv_transpose(n: Call) -> Value:
+    """A convolution, by the mirrored window, of an operand whose elements are `strides` apart, with zeros between them."""
+    x, (channels, inner, *window), groups = n.value(0), n.sizes(1), n.attr("group", 1)
+    count, sizes = len(window), n.sizes(0)[2:]
+    strides, dilation = n.attr("strides", (1,) * count), n.attr("dilations", (1,) * count)
+    more = n.attr("output_padding", (0,) * count)
+    spans = [(w - 1) * d for w, d in zip(window, dilation)]
+    low, high = _cut(n, [(d - 1) * s + span + 1 + m for d, s, span, m in zip(sizes, strides, spans, more)])
+    apart = x.reshape((*x.dims[:2], *(v for d in sizes for v in (d, 1))))
+    gaps = (0, 0, *(v for s in strides for v in (0, s - 1)))
+    x = ops.pad(apart, low=(0,) * len(gaps), high=gaps).reshape((*x.dims[:2], *(d * s for d, s in zip(sizes, strides))))
+    before = [0, 0, *(span - a for span, a in zip(spans, low))]
+    x = padded(n, x, before, [0, 0, *(span - b + m - s + 1 for span, b, m, s in zip(spans, high, more, strides))], "constant")
+    w = functions.flip(n.value(1), tuple(range(2, 2 + count))).reshape((groups, channels // groups, inner, *window))
+    w = functions.swapaxes(w, 1, 2).reshape((groups * inner, channels // groups, *window))
+    bias: list[Any] = [n.value(2)] if n.has(2) else []
+    return ops.conv(x, w, *bias, groups=groups, dilation=dilation)
+
+
+def _cut(n: Call, whole: list[int]) -> tuple[list[int], list[int]]:
+    """The elements that are cut off before and after each spatial dim of the `whole` result of a transposed convolution."""
+    count, how = len(whole), n.attr("auto_pad", "NOTSET")
+    wanted = n.attr("output_shape", None)
+    if wanted is None and how in ("NOTSET", "VALID"):
+        pads = n.attr("pads", (0,) * (2 * count)) if how == "NOTSET" else (0,) * (2 * count)
+        return list(pads[:count]), list(pads[count:])
+    wanted = wanted or [d * s for d, s in zip(n.sizes(0)[2:], n.attr("strides", (1,) * count))]
+    total = [w - size for w, size in zip(whole, wanted[-count:])]
+    small, large = [t // 2 for t in total], [t - t // 2 for t in total]
+    return (small, large) if how == "SAME_UPPER" else (large, small)
