@@ -136,13 +136,16 @@ def arg(better: Callable[[Any, Any], bool]) -> Callable[..., Any]:
     return run
 
 
-def cumsum(attrs: Any, x: torch.Tensor) -> torch.Tensor:
-    x = x.flip(attrs.axis) if attrs.reverse else x
-    total = torch.cumsum(x, attrs.axis)
-    if attrs.exclusive:
-        before = total.narrow(attrs.axis, 0, x.shape[attrs.axis] - 1)
-        total = torch.cat([torch.zeros_like(total.narrow(attrs.axis, 0, 1)), before], attrs.axis)
-    return total.flip(attrs.axis) if attrs.reverse else total
+def running(fn: Callable[..., torch.Tensor], unit: int) -> Callable[..., Any]:
+    def run(attrs: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.flip(attrs.axis) if attrs.reverse else x
+        total = fn(x, attrs.axis)
+        if attrs.exclusive:
+            before = total.narrow(attrs.axis, 0, x.shape[attrs.axis] - 1)
+            total = torch.cat([torch.full_like(total.narrow(attrs.axis, 0, 1), unit), before], attrs.axis)
+        return total.flip(attrs.axis) if attrs.reverse else total
+
+    return torch_(run)
 
 
 def gather(attrs: Any, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -456,7 +459,8 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "mean": torch_(lambda a, x: torch.mean(x, axes(a, x), keepdim=a.keepdims)),
     "variance": torch_(lambda a, x: torch.var(x, axes(a, x), correction=a.correction, keepdim=a.keepdims)),
     "softmax": torch_(lambda a, x: torch.softmax(x, a.axis)), "log_softmax": torch_(lambda a, x: torch.log_softmax(x, a.axis)),
-    "argmax": arg(lambda x, best: x > best), "argmin": arg(lambda x, best: x < best), "cumsum": torch_(cumsum),
+    "argmax": arg(lambda x, best: x > best), "argmin": arg(lambda x, best: x < best),
+    "cumsum": running(torch.cumsum, 0), "cumprod": running(torch.cumprod, 1),
     "sort": torch_(lambda a, x: ordered(x, a.descending)), "argsort": torch_(lambda a, x: ordered(x, a.descending)[1]),
     "top_k": torch_(lambda a, x: tuple(t[..., : a.k] for t in ordered(x, a.largest))),
     "top_few": torch_(lambda a, x: tuple(t[..., : a.k] for t in ordered(x, True))),

@@ -245,6 +245,8 @@ class Methods:
         """Index (i64) of the least element along `axis`: the first on ties, the first NaN if there is one."""
     def cumsum(self, /, axis: int = -1, exclusive: bool = False, reverse: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
         """Cumulative sum along `axis`, inclusive unless `exclusive`; integers wrap."""
+    def cumprod(self, /, axis: int = -1, exclusive: bool = False, reverse: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+        """Cumulative product along `axis`, inclusive unless `exclusive`; integers wrap."""
     def sort(self, /, descending: bool = False, *, shape: Any = None, name: str | None = None) -> tuple[Value, Value]:
         """Stable sort along the last dim: the sorted elements and their original indices (i64)."""
     def argsort(self, /, descending: bool = False, *, shape: Any = None, name: str | None = None) -> Value:

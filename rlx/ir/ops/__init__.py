@@ -17,7 +17,7 @@ from rlx.ir.ops.elementwise import (
 from rlx.ir.ops.experts import group_ends, group_rows, grouped_matmul, route, router, segment_matmul
 from rlx.ir.ops.index import concat, copy, embedding, gather, iota, pad
 from rlx.ir.ops.norm import batch_norm, group_norm, layer_norm, rms_norm
-from rlx.ir.ops.order import argmax, argmin, argsort, cumsum, sort, top_few, top_k
+from rlx.ir.ops.order import argmax, argmin, argsort, cumprod, cumsum, sort, top_few, top_k
 from rlx.ir.ops.quant import dequant_matmul, dequantize
 from rlx.ir.ops.quant_pack import pack_quant
 from rlx.ir.ops.pack import pack
@@ -38,7 +38,7 @@ __all__ = [
     "abs", "acos", "acosh", "add", "all", "all_gather", "all_reduce", "all_to_all", "any", "argmax", "argmin", "argsort",
     "asin", "asinh", "astype", "atan", "atanh", "attention", "attention_parts", "batch_norm", "bitcast", "bitwise_and",
     "bitwise_not", "bitwise_or", "bitwise_xor", "branch", "broadcast_rank", "broadcast_to", "cast", "ceil", "clip",
-    "complex", "concat", "conj", "conv", "copy", "cos", "cosh", "cumsum", "dequant_matmul", "dequantize", "div",
+    "complex", "concat", "conj", "conv", "copy", "cos", "cosh", "cumprod", "cumsum", "dequant_matmul", "dequantize", "div",
     "embedding", "equal", "erf", "exchange", "exp", "expm1", "flatten_matmul", "floor", "floor_div", "gather",
     "gather_elements", "gelu", "group_ends", "group_norm", "group_rows", "grouped_matmul", "gumbel", "imag", "int8_matmul",
     "iota", "is_nan", "layer_norm", "less", "less_equal", "linear", "log", "log1p", "log_softmax", "logical_and",

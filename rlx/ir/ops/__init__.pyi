@@ -236,6 +236,8 @@ def argmin(x: Operand, /, axis: int = -1, keepdims: bool = False, *, shape: Any 
     """Index (i64) of the least element along `axis`: the first on ties, the first NaN if there is one."""
 def cumsum(x: Operand, /, axis: int = -1, exclusive: bool = False, reverse: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
     """Cumulative sum along `axis`, inclusive unless `exclusive`; integers wrap."""
+def cumprod(x: Operand, /, axis: int = -1, exclusive: bool = False, reverse: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """Cumulative product along `axis`, inclusive unless `exclusive`; integers wrap."""
 def sort(x: Operand, /, descending: bool = False, *, shape: Any = None, name: str | None = None) -> tuple[Value, Value]:
     """Stable sort along the last dim: the sorted elements and their original indices (i64)."""
 def argsort(x: Operand, /, descending: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
@@ -390,6 +392,7 @@ __all__ = [
     "copy",
     "cos",
     "cosh",
+    "cumprod",
     "cumsum",
     "dequant_matmul",
     "dequantize",

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlx.errors import AttributeValueError, ShapeError
+from rlx.errors import AttributeValueError, DTypeError, ShapeError
 from rlx.ir.contexts import Applied, Lowering
 from rlx.ir.declare import op
-from rlx.ir.dtype import i32, i64, index_
+from rlx.ir.dtype import f32, i64
 from rlx.ir.kernel import Carry, Expr, Let, Load, Loop, Loops, Reduce, Stmt, Store, Var, const, k
 from rlx.ir.op import Attrs, Kind, Sample
+from rlx.ir.ops.order import LEAST, ranked, ranked_index
 from rlx.ir.ops.rules import same_dtype, static_dim
 from rlx.ir.shape import Shape
 
@@ -32,6 +33,8 @@ class SuppressionAttrs(Attrs):
 
 def _shapes(attrs: SuppressionAttrs, boxes: Shape, scores: Shape) -> tuple[Shape, Shape]:
     same_dtype(boxes, scores)
+    if boxes.dtype.compute != f32:
+        raise DTypeError(f"boxes are floats of at most 32 bits, got {boxes}; cast them: x.astype('f32')")
     if boxes.rank != 3 or scores.rank != 3 or boxes.dims != (scores.dims[0], scores.dims[2], 4):
         raise ShapeError(f"boxes are [batch, n, 4] and scores [batch, classes, n], got {boxes} and {scores}")
     count = scores.with_dtype(i64).with_dims(scores.dims[:2])
@@ -76,27 +79,23 @@ def _overlaps(x: Sequence[Expr], y: Sequence[Expr], limit: float) -> Expr:
 
 
 def _kernel(ctx: Lowering, node: Applied[SuppressionAttrs]) -> Loops:
-    """For each class: takes the box with the greatest score that is left, then drops it and those that it overlaps too much."""
+    """For each class: takes the box with the greatest key that is left, then drops it and those that it overlaps too much."""
     scores = node.inputs[1]
     batch, classes, n = ctx.dims(scores)
-    dtype, gone = scores.dtype.compute, const(-math.inf, scores.dtype.compute)
-    b, c, i, j, m, t, best = (Var(name) for name in (*"bcijmt", "best"))
-    first, top, following = (Var(name, dtype) for name in ("first", "top", "following"))
-    place, some, count = Var("place", i32), Var("some", i64), Var("count", i64)
-    left, *sides = (ctx.local(dtype, max(n, 1)) for _ in range(6))
-    score = ctx.element(scores, (b, c, i))
-    score = k.select(k.lt(const(node.attrs.least, dtype), score), score, gone)
+    b, c, i, j, t, best = (Var(name) for name in (*"bcijt", "best"))
+    first, top, following, some, count = (Var(name, i64) for name in ("first", "top", "following", "some", "count"))
+    left, *sides = (ctx.local(dtype, max(n, 1)) for dtype in (i64, f32, f32, f32, f32, f32))
+    score, none = ctx.element(scores, (b, c, i)), const(LEAST, i64)
+    key = k.select(k.lt(const(node.attrs.least, f32), score), ranked(score, i), none)
     copies = [Store(side, i, value) for side, value in zip(sides, _corners(ctx, node, b, i))]
-    begin = Loop(i, n, (*copies, Store(left, i, score)), vector=True, reduces=(Reduce(first, "max", score),))
-    here = k.select(k.eq(Load(left, m), top), k.cast(m, i32), const(n - 1, i32))
-    find = Loop(m, n, (), vector=True, reduces=(Reduce(place, "min", here),))
-    held = [Var(f"h{side}", dtype) for side in range(5)]
-    chosen: list[Stmt] = [find, Let(best, k.cast(place, index_))]
-    chosen += [Let(some, k.select(k.lt(gone, top), const(1, i64), const(0, i64)))]
+    begin = Loop(i, n, (*copies, Store(left, i, key)), vector=True, reduces=(Reduce(first, "max", key),))
+    held = [Var(f"h{side}", f32) for side in range(5)]
+    chosen: list[Stmt] = [Let(best, k.min(ranked_index(top), const(max(n - 1, 0))))]
+    chosen += [Let(some, k.select(k.lt(none, top), const(1, i64), const(0, i64)))]
     chosen += [Let(var, Load(side, best)) for var, side in zip(held, sides)]
-    out = k.select(k.eq(some, const(1, i64)), k.cast(best, i64), const(-1, i64))
+    out = k.select(k.lt(none, top), k.cast(best, i64), const(-1, i64))
     drop = k.or_(k.eq(j, best), _overlaps([Load(side, j) for side in sides], held, node.attrs.overlap))
-    rest = k.select(drop, gone, Load(left, j))
+    rest = k.select(drop, none, Load(left, j))
     clear = Loop(j, n, (Store(left, j, rest),), vector=True, reduces=(Reduce(following, "max", rest),))
     carries = Carry(top, first, following), Carry(count, const(0, i64), k.add(count, some))
     take = Loop(t, min(node.attrs.most, n), (*chosen, ctx.store(0, (b, c, t), out), clear), carries=carries)
@@ -107,9 +106,11 @@ non_max_suppression = op(
     "non_max_suppression", kind=Kind.KERNEL, infer=_shapes, attrs=SuppressionAttrs, arity=(2, 2), reference=_arrays,
     kernel=_kernel, rows=lambda attrs, operand, axis, boxes, scores: axis if axis <= operand else None,
     samples=(
-        Sample(((2, 17, 4), (2, 3, 17)), {"most": 5, "overlap": 0.37}),
-        Sample(((1, 33, 4), (1, 2, 33)), {"most": 33, "overlap": 0.11, "least": 0.3}),
-        Sample(((1, 7, 4), (1, 1, 7)), {"most": 0}), Sample(((3, 0, 4), (3, 1, 0)), {"most": 5}),
+        Sample(((2, 17, 4), (2, 3, 17)), {"most": 5, "overlap": 0.37}, dtypes=("f32", "f32")),
+        Sample(((1, 33, 4), (1, 2, 33)), {"most": 33, "overlap": 0.11, "least": 0.3}, dtypes=("f32", "f32")),
+        Sample(((2, 33, 4), (2, 1, 33)), {"most": 9, "overlap": 0.24, "least": 0.0}, dtypes=("bf16", "bf16")),
+        Sample(((1, 7, 4), (1, 1, 7)), {"most": 0}, dtypes=("f16", "f16")),
+        Sample(((3, 0, 4), (3, 1, 0)), {"most": 5}, dtypes=("f32", "f32")),
     ),
     doc="The best of boxes [batch, n, 4], each of two opposite corners, by scores [batch, classes, n]: (ids i64 [batch, "
     "classes, min(most, n)], best first, then -1; their number i64 [batch, classes]). Of two boxes that overlap too much, the "

@@ -13,7 +13,7 @@ from rlx.errors import AttributeValueError, DTypeError, ShapeError
 from rlx.ir.contexts import Applied, Lowering, Padded, PaddingPass, Parted, Partitioning
 from rlx.ir.declare import op
 from rlx.ir.dtype import f32, i32, i64, index_
-from rlx.ir.kernel import Carry, Let, Loop, Loops, Reduce, Sort, Var, const, k
+from rlx.ir.kernel import Carry, Expr, Let, Loop, Loops, Reduce, Sort, Var, const, k
 from rlx.ir.node import Value
 from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.rules import axis_of, lines, others, static_dim
@@ -71,67 +71,73 @@ argmax = _arg("argmax", np.argmax, "least", _ARG.format("greatest"))
 argmin = _arg("argmin", np.argmin, "greatest", _ARG.format("least"))
 
 
-# -- cumsum --------------------------------------------------------------------------------------------------------
+# -- cumsum, cumprod -----------------------------------------------------------------------------------------------
 
 
-class CumsumAttrs(Attrs):
-    """`exclusive`: each sum omits its own element. `reverse`: sums start at the end."""
+class RunningAttrs(Attrs):
+    """`exclusive`: each result omits its own element. `reverse`: they start at the end."""
 
     axis: int = -1
     exclusive: bool = False
     reverse: bool = False
 
 
-def _cumsum_shape(attrs: CumsumAttrs, x: Shape) -> Shape:
+def _running_shape(attrs: RunningAttrs, x: Shape) -> Shape:
     axis_of(attrs.axis, x.rank)
     return x
 
 
-def _cumsum_array(attrs: CumsumAttrs, x: np.ndarray) -> np.ndarray:
-    x = np.flip(x, attrs.axis) if attrs.reverse else x
-    total = np.cumsum(x, axis=attrs.axis, dtype=x.dtype)
-    if attrs.exclusive:
-        total = np.roll(total, 1, axis=attrs.axis)
-        np.moveaxis(total, attrs.axis, 0)[:1] = 0
-    return np.flip(total, attrs.axis) if attrs.reverse else total
-
-
-def _cumsum_padded(p: PaddingPass, attrs: CumsumAttrs, x: Value) -> Padded:
-    """Padding counts as 0 where it precedes data."""
-    axis = axis_of(attrs.axis, x.rank)
-    behind = attrs.reverse or any(a.outer > 1 for a in p.along(x, axis))
-    held = p.masked(x, axis, guard=True) if behind else x
-    return p.final(cumsum(held, axis=axis, exclusive=attrs.exclusive, reverse=attrs.reverse)) if p.along(x, axis) else None
-
-
-def _cumsum_partitioned(p: Partitioning, attrs: CumsumAttrs, x: Value) -> Parted:
+def _running_partitioned(p: Partitioning, attrs: RunningAttrs, x: Value) -> Parted:
     split = p.split_of(x)
     return "each element needs those before it" if split and split.axis == axis_of(attrs.axis, x.rank) else None
 
 
-def _cumsum_kernel(ctx: Lowering, node: Applied[CumsumAttrs]) -> Loops:
-    x, attrs = node.inputs[0], node.attrs
-    dims, axis = ctx.dims(x), axis_of(attrs.axis, x.rank)
-    grid, coords = lines(dims, axis)
-    length, dtype, i = dims[axis], x.dtype.compute, Var("i")
-    at = coords(k.sub(k.const(length - 1), i) if attrs.reverse else i)
-    total = Var("total", dtype)
-    following = k.add(total, ctx.element(x, at))
-    store = ctx.store(0, at, total if attrs.exclusive else following)
-    carries = (Carry(total, const(0, dtype), following),)
-    return grid, (Loop(i, length, (store,), vector=True, carries=carries),)
+def _running(name: str, scalar: str, unit: int, reference: Callable[..., np.ndarray], doc: str) -> Callable[..., Value]:
+    """Totals along an axis, each combined from the one before it and an element; they begin with `unit`."""
+
+    def arrays(attrs: RunningAttrs, x: np.ndarray) -> np.ndarray:
+        x = np.flip(x, attrs.axis) if attrs.reverse else x
+        total = reference(x, axis=attrs.axis, dtype=x.dtype)
+        if attrs.exclusive:
+            total = np.roll(total, 1, axis=attrs.axis)
+            np.moveaxis(total, attrs.axis, 0)[:1] = unit
+        return np.flip(total, attrs.axis) if attrs.reverse else total
+
+    def padded(p: PaddingPass, attrs: RunningAttrs, x: Value) -> Padded:
+        """Padding counts as the unit where it precedes data."""
+        axis = axis_of(attrs.axis, x.rank)
+        behind = attrs.reverse or any(a.outer > 1 for a in p.along(x, axis))
+        held = p.masked(x, axis, str(unit), guard=True) if behind else x
+        return p.final(made(held, axis=axis, exclusive=attrs.exclusive, reverse=attrs.reverse)) if p.along(x, axis) else None
+
+    def kernel(ctx: Lowering, node: Applied[RunningAttrs]) -> Loops:
+        x, attrs = node.inputs[0], node.attrs
+        dims, axis = ctx.dims(x), axis_of(attrs.axis, x.rank)
+        grid, coords = lines(dims, axis)
+        length, dtype, i = dims[axis], x.dtype.compute, Var("i")
+        at = coords(k.sub(k.const(length - 1), i) if attrs.reverse else i)
+        total = Var("total", dtype)
+        following = getattr(k, scalar)(total, ctx.element(x, at))
+        store = ctx.store(0, at, total if attrs.exclusive else following)
+        carries = (Carry(total, const(unit, dtype), following),)
+        return grid, (Loop(i, length, (store,), vector=True, carries=carries),)
+
+    made = op(
+        name, kind=Kind.KERNEL, infer=_running_shape, attrs=RunningAttrs, dtypes="fiu", reference=arrays, kernel=kernel,
+        rows=lambda a, i, axis, x: axis, padded=padded, partitioned=_running_partitioned,
+        samples=(
+            Sample(((3, 17),)), Sample(((2, 33, 4),), {"axis": 1, "reverse": True}), Sample(((2, 0),)),
+            Sample(((5, 3),), {"axis": 0, "exclusive": True}), Sample(((7,),), {"exclusive": True, "reverse": True}),
+        ),
+        doc=doc,
+    )  # fmt: skip
+    return made
 
 
-cumsum = op(
-    "cumsum", kind=Kind.KERNEL, infer=_cumsum_shape, attrs=CumsumAttrs, dtypes="fiu",
-    reference=_cumsum_array, kernel=_cumsum_kernel,
-    rows=lambda a, i, axis, x: axis, padded=_cumsum_padded, partitioned=_cumsum_partitioned,
-    samples=(
-        Sample(((3, 17),)), Sample(((2, 33, 4),), {"axis": 1, "reverse": True}), Sample(((2, 0),)),
-        Sample(((5, 3),), {"axis": 0, "exclusive": True}), Sample(((7,),), {"exclusive": True, "reverse": True}),
-    ),
-    doc="Cumulative sum along `axis`, inclusive unless `exclusive`; integers wrap.",
-)  # fmt: skip
+cumsum = _running("cumsum", "add", 0, np.cumsum, "Cumulative sum along `axis`, inclusive unless `exclusive`; integers wrap.")
+cumprod = _running(
+    "cumprod", "mul", 1, np.cumprod, "Cumulative product along `axis`, inclusive unless `exclusive`; integers wrap."
+)
 
 
 # -- top_k, sort ---------------------------------------------------------------------------------------------------
@@ -224,20 +230,29 @@ def _few_shapes(attrs: FewAttrs, x: Shape) -> tuple[Shape, ...]:
     return values, ids.with_dtype(i32)
 
 
-def _few_kernel(ctx: Lowering, node: Applied[FewAttrs]) -> Loops:
-    """k passes over a row, each for the greatest key below the last one. A key is the number's place in the order of numbers (all
-    NaN are one, and so are zeros), then its index from the end: no two are equal."""
-    x, i, t = node.inputs[0], Var("i"), Var("t")
-    grid, at = lines(ctx.dims(x), x.rank - 1)
-    last, best, found = Var("last", i64), Var("best", i64), Var("found")
-    number = k.add(ctx.element(x, at(i)), const(0, f32))  # -0.0 becomes 0.0
+def ranked(number: Expr, index: Expr) -> Expr:
+    """An i64 key whose greatest is the greatest f32, of equal ones that of the least index: the number's place in the order of
+    numbers (all NaN are one, and so are zeros), then its index from the end."""
+    number = k.add(number, const(0, f32))  # -0.0 becomes 0.0
     bits = k.bitcast(number, dtype=i32)
     ordered = k.select(k.lt(bits, const(0, i32)), k.xor(bits, const(2**31 - 1, i32)), bits)
     ordered = k.select(k.ne(number, number), const(2**31 - 1, i32), ordered)
-    key = k.or_(k.shl(k.cast(ordered, i64), const(32, i64)), k.cast(k.sub(const(2**31 - 1), i), i64))
+    return k.or_(k.shl(k.cast(ordered, i64), const(32, i64)), k.cast(k.sub(const(2**31 - 1), index), i64))
+
+
+def ranked_index(key: Expr) -> Expr:
+    return k.cast(k.sub(const(2**31 - 1, i64), k.and_(key, const(2**32 - 1, i64))), index_)
+
+
+def _few_kernel(ctx: Lowering, node: Applied[FewAttrs]) -> Loops:
+    """k passes over a row, each for the greatest key below the last one."""
+    x, i, t = node.inputs[0], Var("i"), Var("t")
+    grid, at = lines(ctx.dims(x), x.rank - 1)
+    last, best, found = Var("last", i64), Var("best", i64), Var("found")
+    key = ranked(ctx.element(x, at(i)), i)
     open_ = k.select(k.lt(key, last), key, const(LEAST, i64))
     one = Loop(i, ctx.dims(x)[-1], (), vector=True, reduces=(Reduce(best, "max", open_),))
-    index = k.cast(k.sub(const(2**31 - 1, i64), k.and_(best, const(2**32 - 1, i64))), index_)
+    index = ranked_index(best)
     stores = ctx.store(0, at(t), ctx.element(x, at(found))), ctx.store(1, at(t), k.cast(found, i32))
     return grid, (Loop(t, node.attrs.k, (one, Let(found, index), *stores), carries=(Carry(last, const(2**63 - 1, i64), best),)),)
 

@@ -89,20 +89,5 @@ def top_k(n: Call) -> tuple[Value, Value]:
 
 @handler("CumSum", "CumProd")
 def running(n: Call) -> Value:
-    x, (axis,) = n.value(0), n.ints(1)
-    axis, exclusive, reverse = axis % x.rank, bool(n.attr("exclusive", 0)), bool(n.attr("reverse", 0))
-    if n.op == "CumSum":
-        return ops.cumsum(x, axis=axis, exclusive=exclusive, reverse=reverse)
-    x = functions.flip(x, axis) if reverse else x
-    size = known_dim(n, 0, axis)
-    x, step = _moved(x, axis, 1, size) if exclusive else x, 1
-    while step < size:  # each pass doubles the number of elements in a product
-        x, step = x * _moved(x, axis, step, size), step * 2
-    return functions.flip(x, axis) if reverse else x
-
-
-def _moved(x: Value, axis: int, step: int, size: int) -> Value:
-    """x moved by `step` along the axis, with ones in front."""
-    front = tuple(step if i == axis else 0 for i in range(x.rank))
-    kept = tuple(slice(0, max(size - step, 0)) if i == axis else slice(None) for i in range(x.rank))
-    return ops.pad(x[kept], low=front, high=(0,) * x.rank, value=1)
+    made = ops.cumsum if n.op == "CumSum" else ops.cumprod
+    return made(n.value(0), axis=n.ints(1)[0], exclusive=bool(n.attr("exclusive", 0)), reverse=bool(n.attr("reverse", 0)))
