@@ -210,3 +210,86 @@ def test_refused_windows_say_what_is_wrong() -> None:
         rlx.windows(x, (2, 2), (0, -2))
     with pytest.raises(AttributeValueError, match="window must have 2 numbers"):
         rlx.windows(x, (2,), (0, 1))
+
+
+# -- pools ---------------------------------------------------------------------------------------------------------
+
+
+def random_pool(seed: int, name: str) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Attributes, and the dims of x."""
+    rng = np.random.default_rng(seed)
+    spatial = int(rng.integers(1, 4))
+    attrs: dict[str, Any] = {"window": tuple(map(int, rng.integers(1, 4, spatial))), **sizes(rng, spatial)}
+    spans = [(k - 1) * d + 1 for k, d in zip(attrs["window"], attrs["dilation"])]
+    attrs["low"], attrs["high"] = (tuple(min(n, s - 1) for n, s in zip(attrs[end], spans)) for end in ("low", "high"))
+    dims = tuple(int(s + rng.integers(0, 6)) for s in spans)
+    batch, channels = int(rng.integers(0 if seed % 7 == 0 else 1, 3)), int(rng.choice([1, 3, 17]))
+    if name != "max_pool_indices":
+        attrs["channels_last"] = bool(rng.random() < 0.5)
+    if name == "avg_pool":
+        attrs |= {"count_padding": bool(rng.random() < 0.5), "extra": tuple(map(int, rng.integers(0, 2, spatial)))}
+    if name == "lp_pool":
+        attrs["p"] = float(rng.choice([1, 2, 3, 0.5]))
+    return attrs, (batch, *dims, channels) if attrs.get("channels_last") else (batch, channels, *dims)
+
+
+@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("name", ["max_pool", "max_pool_indices", "avg_pool", "lp_pool"])
+def test_pools_are_those_of_torch(name: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    attrs, dims = random_pool(seed, name)
+    dtype = str(rng.choice(["f32", "f64", "f16", "bf16"] + ["i8", "u8", "i32"] * name.startswith("max")))
+    g = rlx.Graph("pool")
+    made = getattr(rlx, name)(g.input("x", dims, dtype), **attrs)
+    g.set_outputs(list(made) if isinstance(made, tuple) else [made])
+    x = array(rng, dims, dtype)
+    if seed % 2 and as_dtype(dtype).is_float and x.size:
+        x.reshape(-1)[rng.integers(0, x.size, 2)] = np.nan, -np.inf
+    with np.errstate(invalid="ignore"):
+        want = conv_oracles.ORACLES[name](SimpleNamespace(dtype=as_dtype(dtype)), attributes(g), wide(x).numpy())
+    want = want if isinstance(want, tuple) else (want,)
+    rtol = 0 if name.startswith("max") else 64 * ULPS[dtype]
+    for device in ("cpu", "ref:0") if seed % 3 else SESSIONS:
+        for found, expected in zip(run(g, {"x": x}, device), want, strict=True):
+            np.testing.assert_allclose(found.astype(expected.dtype), expected, rtol=rtol, atol=rtol)
+
+
+def test_the_last_window_may_begin_in_the_padding() -> None:
+    """ONNX's ceil_mode: the padding that was asked for counts, the rest of such a window does not; as torch does it."""
+    x = np.arange(1.0, 7.0, dtype=np.float32).reshape(1, 1, 6)
+    for counted in (False, True):
+        want = torch.nn.functional.avg_pool1d(torch.from_numpy(x), 3, 2, 1, ceil_mode=True, count_include_pad=counted).numpy()
+        g = rlx.Graph("pool")
+        g.set_outputs([rlx.avg_pool(g.input("x", x.shape, "f32"), 3, 2, 1, 1, extra=1, count_padding=counted)])
+        np.testing.assert_allclose(run(g, {"x": x})[0], want, rtol=1e-6)
+
+
+def test_maxima_that_are_equal_or_nan_have_the_first_position() -> None:
+    g = rlx.Graph("pool")
+    g.set_outputs(list(rlx.max_pool_indices(g.input("x", (2, 1, 6), "f32"), 3, 3, 0, 0)))
+    x = np.array([[[1, 1, 0, 0, np.nan, np.nan]], [[-np.inf] * 6]], np.float32)
+    values, indices = run(g, {"x": x})
+    np.testing.assert_array_equal(values, [[[1, np.nan]], [[-np.inf, -np.inf]]])
+    np.testing.assert_array_equal(indices, [[[0, 4]], [[6, 9]]])
+    g = rlx.Graph("padding")
+    g.set_outputs(list(rlx.max_pool_indices(g.input("x", (1, 1, 2), "f32"), 2, 2, 2, 0)))
+    values, indices = run(g, {"x": np.full((1, 1, 2), -np.inf, np.float32)})
+    np.testing.assert_array_equal(values, [[[-np.inf, -np.inf]]])
+    np.testing.assert_array_equal(indices, [[[-1, 0]]])
+
+
+def test_a_refused_pool_says_what_is_wrong() -> None:
+    g = rlx.Graph("g")
+    x = g.input("x", (1, 2, 5), "f32")
+    with pytest.raises(ShapeError, match="spatial dim 0, 3 wide, spans 7 elements, the dim has 5"):
+        rlx.max_pool(x, 3, dilation=3)
+    with pytest.raises(ShapeError, match="1 to 3 spatial dims"):
+        rlx.avg_pool(g.input("y", (2, 5), "f32"), 3)
+    with pytest.raises(AttributeValueError, match="window has numbers of at least 1"):
+        rlx.max_pool(x, 0)
+    with pytest.raises(AttributeValueError, match="p is a positive number, got 0.0"):
+        rlx.lp_pool(x, 3, p=0)
+    with pytest.raises(AttributeValueError, match="extra has numbers of at least 0"):
+        rlx.avg_pool(x, 3, extra=-1)
+    with pytest.raises(DTypeError, match="cast it first"):
+        rlx.avg_pool(g.input("z", (1, 2, 5), "i32"), 3)

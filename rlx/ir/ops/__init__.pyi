@@ -251,6 +251,18 @@ def pack(x: Operand, /, layout: tuple[tuple[int, int], ...], *, shape: Any = Non
 def quant_rows(w: Operand, ids: Operand, /, format: str, columns: int, *, shape: Any = None, name: str | None = None) -> Value:
     """Looks up and decodes rows of a quantised table, one per id: dequantize(gather(w, ids)), u8 [entries, row bytes] -> f32
     [ids..., columns]. The table may be w or pack_quant(w)."""
+def max_pool(x: Operand, /, window: int | Sequence[int], strides: int | Sequence[int] = (1,), low: int | Sequence[int] = (0,), high: int | Sequence[int] = (0,), dilation: int | Sequence[int] = (1,), channels_last: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """The greatest element of each window of x [batch, channels, *spatial], or with channels_last [batch, *spatial, channels];
+    NaN if one is. Padding is -inf, or the least integer. Windows are `strides` apart, by default 1."""
+def max_pool_indices(x: Operand, /, window: int | Sequence[int], strides: int | Sequence[int] = (1,), low: int | Sequence[int] = (0,), high: int | Sequence[int] = (0,), dilation: int | Sequence[int] = (1,), *, shape: Any = None, name: str | None = None) -> tuple[Value, Value]:
+    """max_pool of x [batch, channels, *spatial], and the i64 position of each maximum in x, row-major: of the first of several
+    that are equal, or of the first NaN; -1 for a window of padding alone."""
+def avg_pool(x: Operand, /, window: int | Sequence[int], strides: int | Sequence[int] = (1,), low: int | Sequence[int] = (0,), high: int | Sequence[int] = (0,), dilation: int | Sequence[int] = (1,), count_padding: bool = False, extra: int | Sequence[int] = (0,), channels_last: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """The mean of each window, as max_pool takes them. Padding is 0, and does not count in the divisor unless `count_padding`
+    says so. `extra` is more padding after each dim, which never counts: for windows that begin in the padding. A window in
+    which nothing counts is NaN."""
+def lp_pool(x: Operand, /, window: int | Sequence[int], strides: int | Sequence[int] = (1,), low: int | Sequence[int] = (0,), high: int | Sequence[int] = (0,), dilation: int | Sequence[int] = (1,), p: float = 2.0, channels_last: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """The p-norm of each window, as max_pool takes them: the p-th root of the sum of |x| to the p. Padding is 0."""
 def dequantize(packed: Operand, /, format: str, columns: int, *, shape: Any = None, name: str | None = None) -> Value:
     """Decodes rows of quantised blocks, u8 [..., row bytes], to f32 [..., columns]."""
 def dequant_matmul(x: Operand, packed: Operand, /, format: str, exact: bool = False, wide: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
@@ -373,6 +385,7 @@ __all__ = [
     "atanh",
     "attention",
     "attention_parts",
+    "avg_pool",
     "batch_norm",
     "bitcast",
     "bitwise_and",
@@ -430,8 +443,11 @@ __all__ = [
     "logical_or",
     "logical_xor",
     "loop",
+    "lp_pool",
     "matmul",
     "max",
+    "max_pool",
+    "max_pool_indices",
     "maximum",
     "mean",
     "min",

@@ -15,41 +15,25 @@ from rlx.errors import AttributeValueError, DTypeError, ShapeError
 from rlx.ir.declare import op
 from rlx.ir.dtype import DType, holds
 from rlx.ir.node import Value
-from rlx.ir.op import Attrs, Kind, Sample
+from rlx.ir.op import Kind, Sample
 from rlx.ir.ops.contract import flatten_matmul, products
 from rlx.ir.ops.index import pad
 from rlx.ir.ops.reduce import sum
 from rlx.ir.ops.rules import static_dim
 from rlx.ir.ops.view import reshape, transpose
-from rlx.ir.ops.windows import positions, windows
+from rlx.ir.ops.windows import Ints, SlidingAttrs, from_last, taps, to_last, windowed
 from rlx.ir.shape import DimLike, Shape
 
-Ints = tuple[int, ...]
 FEW = 4  # channels
 
 
-class SpatialAttrs(Attrs):
-    """Per spatial dim: the distance of two windows, and the padding before and after. One number counts for all."""
+class ConvAttrs(SlidingAttrs):
+    """One number of strides, padding (low: before, high: after) or dilation counts for each spatial dim."""
 
     strides: Ints = (1,)
     low: Ints = (0,)
     high: Ints = (0,)
     dilation: Ints = (1,)
-
-    def __post_init__(self) -> None:
-        for name, least in (("strides", 1), ("low", 0), ("high", 0), ("dilation", 1)):
-            if min(values := getattr(self, name), default=0) < least:
-                raise AttributeValueError(f"{name} has numbers of at least {least}, got {values}")
-
-    def each(self, name: str, spatial: int) -> Ints:
-        """The attribute with one number for each spatial dim."""
-        values: Ints = getattr(self, name)
-        if len(values) not in (1, spatial):
-            raise AttributeValueError(f"{name} must be one number, or one for each of the {spatial} spatial dims, got {values}")
-        return values * spatial if len(values) == 1 else values
-
-
-class ConvAttrs(SpatialAttrs):
     groups: int = 1
     channels_last: bool = False
 
@@ -57,38 +41,6 @@ class ConvAttrs(SpatialAttrs):
         super().__post_init__()
         if self.groups < 1:
             raise AttributeValueError(f"groups is at least 1, got {self.groups}")
-
-
-def spread(attrs: SpatialAttrs, dims: Sequence[DimLike], window: Ints) -> Ints:
-    """The number of windows along each spatial dim, its padding included."""
-    facts = (attrs.each(name, len(dims)) for name in ("low", "high", "strides", "dilation"))
-    out = []
-    for axis, (d, size, low, high, stride, dilation) in enumerate(zip(dims, window, *facts)):
-        whole = static_dim(d, f"spatial dim {axis}") + low + high
-        out.append(positions(whole, size, stride, dilation, f"the window along spatial dim {axis}, {size} wide,"))
-    return tuple(out)
-
-
-def to_last(x: Value, channels_last: bool) -> Value:
-    """[batch, channels, *spatial] as [batch, *spatial, channels]."""
-    return x if channels_last else transpose(x, axes=(0, *range(2, x.rank), 1))
-
-
-def from_last(x: Value, channels_last: bool) -> Value:
-    """The inverse of to_last."""
-    return x if channels_last else transpose(x, axes=(0, x.rank - 1, *range(1, x.rank - 1)))
-
-
-def windowed(attrs: SpatialAttrs, x: Value, window: Ints, value: float = 0.0) -> Value:
-    """[batch, *spatial, ...] -> [batch, *positions, *window, ...], with `value` in the padding."""
-    spatial = len(window)
-    axes, rest = tuple(range(1, spatial + 1)), (0,) * (x.rank - spatial - 1)
-    low, high = attrs.each("low", spatial), attrs.each("high", spatial)
-    if any(low + high):
-        x = pad(x, low=(0, *low, *rest), high=(0, *high, *rest), value=value)
-    strides, dilation = attrs.each("strides", spatial), attrs.each("dilation", spatial)
-    seen = windows(x, window=window, axes=axes, strides=strides, dilation=dilation)
-    return transpose(seen, axes=(0, *axes, *range(x.rank, seen.rank), *range(spatial + 1, x.rank)))
 
 
 # -- conv ----------------------------------------------------------------------------------------------------------
@@ -109,7 +61,7 @@ def _conv_shape(attrs: ConvAttrs, x: Shape, w: Shape, b: Shape | None = None) ->
         raise ShapeError(f"x has {channels} channels, the weights take {inner} in each of {attrs.groups} groups")
     if attrs.groups > 1 and static_dim(out, "a convolution of groups") % attrs.groups:
         raise ShapeError(f"{out} channels of the result are not divided into {attrs.groups} groups")
-    places, dtype = spread(attrs, spatial, window), products(x.dtype, w.dtype)
+    places, dtype = attrs.positions(spatial, window), products(x.dtype, w.dtype)
     if b is not None and b.dims != (out,):
         raise ShapeError(f"the bias must be [{out}], got {b}")
     if b is not None and not holds(dtype, b.dtype):
@@ -123,7 +75,7 @@ def _conv(attrs: ConvAttrs, x: Value, w: Value, b: Value | None = None) -> Value
     *window, inner, out = w.shape.static
     dtype = products(x.dtype, w.dtype)
     if attrs.groups == 1:
-        made = flatten_matmul(windowed(attrs, x, tuple(window)), reshape(w, dims=(-1, out)), axes=len(window) + 1)
+        made = flatten_matmul(windowed(attrs, x, tuple(window), 1), reshape(w, dims=(-1, out)), axes=len(window) + 1)
     elif inner == 1:
         made = _depthwise(attrs, x, w, dtype.compute)
     else:
@@ -148,7 +100,7 @@ def _last(attrs: ConvAttrs, x: Value, w: Value, *b: Value) -> Value | None:
 def _depthwise(attrs: ConvAttrs, x: Value, w: Value, compute: DType) -> Value:
     """Each channel by its own windows: products element by element, and their sum."""
     spatial, (*window, _, out) = w.rank - 2, w.shape.static
-    seen = windowed(attrs, x.astype(compute), tuple(window))
+    seen = windowed(attrs, x, tuple(window), 1).astype(compute)
     w, several = w.astype(compute), (attrs.groups, out // attrs.groups)
     if several[1] > 1:
         seen, w = reshape(seen, dims=(*seen.dims, 1)), reshape(w, dims=(*window, *several))
@@ -161,8 +113,8 @@ def _depthwise(attrs: ConvAttrs, x: Value, w: Value, compute: DType) -> Value:
 def _grouped(attrs: ConvAttrs, x: Value, w: Value) -> Value:
     """[group, batch, *positions, *window, channels] by [group, k, channels of the result]."""
     (*window, inner, out), groups, spatial = w.shape.static, attrs.groups, w.rank - 2
-    seen = windowed(attrs, reshape(x, dims=(*x.dims[:-1], groups, inner)), tuple(window))
-    seen = transpose(seen, axes=(seen.rank - 2, *range(seen.rank - 2), seen.rank - 1))
+    seen = windowed(attrs, reshape(x, dims=(*x.dims[:-1], groups, inner)), tuple(window), 1)
+    seen = transpose(seen, axes=(spatial + 1, *range(spatial + 1), *range(spatial + 2, seen.rank)))
     w = transpose(reshape(w, dims=(*window, inner, groups, out // groups)), axes=(spatial + 1, *range(spatial + 1), spatial + 2))
     made = flatten_matmul(seen, reshape(w, dims=(groups, -1, out // groups)), axes=spatial + 1, batch=1)
     made = transpose(made, axes=(*range(1, spatial + 2), 0, spatial + 2))
@@ -176,12 +128,8 @@ def _conv_array(attrs: ConvAttrs, x: np.ndarray, w: np.ndarray, b: np.ndarray | 
     if not attrs.channels_last:
         x, w = np.moveaxis(x, 1, -1), np.moveaxis(w, (1, 0), (-2, -1))
     (*window, inner, out), groups = w.shape, attrs.groups
-    low, high, strides, dilation = (attrs.each(name, len(window)) for name in ("low", "high", "strides", "dilation"))
-    x = np.pad(x, ((0, 0), *zip(low, high), (0, 0)))
     made: Any = 0
-    for at in np.ndindex(*window):
-        last = [d - (size - 1 - i) * e for d, size, i, e in zip(x.shape[1:], window, at, dilation)]
-        seen = x[:, *(np.s_[i * e : stop : stride] for i, e, stop, stride in zip(at, dilation, last, strides))]
+    for at, seen in taps(attrs, x, tuple(window)):
         seen = seen.reshape(*seen.shape[:-1], groups, 1, inner)
         made = made + (seen @ np.moveaxis(w[at].reshape(inner, groups, out // groups), 1, 0))[..., 0, :]
     made = made.reshape(*made.shape[:-2], out) + (0 if b is None else b.astype(dtype))
