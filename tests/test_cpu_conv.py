@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from test_cpu_contract import TARGETS
 
 import rlx
 from rlx.backends.cpu.backend import with_natives
-from rlx.backends.cpu.kernels import tiles
+from rlx.backends.cpu.kernels import contract, tiles
 from rlx.backends.cpu.kernels.grouped import claim
 from rlx.backends.cpu.kernels.tiles import Plan, plan
 from rlx.backends.ref.interpret import run_kernel
@@ -183,6 +184,18 @@ def test_rows_that_come_from_afar_are_prefetched() -> None:
     for shape, far in ((Shape(1, 33, 35, 64, 70, 1, 1), True), (Shape(1, 9, 35, 64, 70, 1, 1), False)):
         kernel = convolution(shape, target)
         assert plan_of(kernel, target).rows_ahead == far
+        plain.check_product(kernel, target)
+
+
+def test_results_that_go_to_memory_are_prefetched() -> None:
+    """The same columns of the next tile's rows, with each vector of a large result; of a small one nothing."""
+    target = replace(TARGETS["host"], core_cache_bytes=1 << 20)
+    for m, far in ((3500, True), (350, False)):
+        kernel = plain.product(m, 300, 8, panel=target.panel("f32")[0])
+        ahead = plan_of(kernel, target).rows * 300 * 4
+        fetched = re.findall(rf"(%\w+) = getelementptr i8, ptr %\w+, i64 {ahead}\n  call void @llvm.prefetch.p0\(ptr \1",
+                             contract.render(kernel, target, "mm").text)  # fmt: skip
+        assert bool(fetched) == far
         plain.check_product(kernel, target)
 
 

@@ -40,6 +40,7 @@ from rlx.ir.target import Target
 GRAIN_NS = 6_000  # least estimated work of a task: a handover takes 0.2 µs, 12 µs more if the other thread sleeps
 NATIVES = {"attention": attention, "attention_parts": attention, "conv": grouped}  # see backend.py
 STREAMED_BYTES = 32 << 20  # a kernel that touches this much uses non-temporal stores: the results would not stay in cache
+FETCHED_AHEAD = 1024  # bytes from an access to what is prefetched with it
 FETCHED_BYTES = 1 << 20  # an operand this large does not fit a core's private caches
 STREAMED_SHARE = 8  # non-temporal only if the kernel touches at most this many times the result's size
 WEIGHT_NS = 0.35  # one vector operation with its share of loads and stores
@@ -82,7 +83,7 @@ def _render_loops(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[s
     large = {b for b in kernel.buffers if b.writable and STREAMED_BYTES <= touched <= STREAMED_SHARE * nbytes[b]}
     scope.streams = frozenset(large - loaded_buffers(kernel))
     if fetches_ahead(target.features):
-        scope.far = frozenset(b for b, n in nbytes.items() if n >= FETCHED_BYTES)
+        scope.far = {b: FETCHED_AHEAD for b, n in nbytes.items() if n >= FETCHED_BYTES}
     space = Space.of(kernel)
     scope.ahead = fetched(space.body, space.vars[-1]) if space.vars and not space.vector else None
     tasks = 1

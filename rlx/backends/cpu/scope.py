@@ -15,8 +15,6 @@ from rlx.host.emit import Emitter, V, vector
 from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Kernel, Load, Local, Loop, Store, Var, coefficient
 from rlx.records import record
 
-FETCHED_AHEAD = 1024  # bytes from an access to what is prefetched with it
-
 Pointers = Mapping[Buffer | Local, V]
 Bindings = Mapping[Var, V]
 Names = frozenset[Var | Buffer | Local]
@@ -52,7 +50,7 @@ class Scope:
         self.names: dict[int, Names] = {}
         self.alive: list[Expr] = []  # all whose id is in a memo of this kernel: another expression would get the id of a dead one
         self.streams: frozenset[Buffer] = frozenset()  # write-only and too large to stay in cache
-        self.far: frozenset[Buffer] = frozenset()  # to prefetch from, whenever a vector of them is loaded or stored
+        self.far: Mapping[Buffer | Local, int] = {}  # bytes from a vector to what is prefetched with it
         self.ahead: Ahead | None = None
         self.origin: tuple[Scope, Mapping[Var, int]] | None = None  # see `moved`
         self.places: dict[tuple[int, int], V] = {}  # addresses that scopes moved from this one share, by buffer and index
@@ -192,8 +190,8 @@ def access(x: Load | Store, scope: Scope, value: V | None = None) -> V:
         if value is not None and x.buffer in scope.streams and stride == 1 and _is_multiple(x.index, scope.lanes, scope):
             em.stream(value, where, size * scope.lanes)
             return value
-        if x.buffer in scope.far:
-            em.prefetch(em.gep(where, FETCHED_AHEAD if stride == 1 else -FETCHED_AHEAD))
+        if distance := scope.far.get(x.buffer):
+            em.prefetch(em.gep(where, distance if stride == 1 else -distance))
         found = plain(where)
     else:
         found = _masked(where, mask or em.const(vector("i1", scope.lanes), True), contiguous, ty, size, scope, value)

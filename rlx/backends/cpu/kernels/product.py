@@ -13,8 +13,11 @@ from rlx.backends.cpu.kernels.tiles import Plan, kept_locals
 from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope, expr, limit_of
 from rlx.host.emit import Emitter, V, stored, vector
-from rlx.ir.kernel import Buffer, Computed, Contract, Expr, Kernel, Local, Loop, Operand, Stmt, Store, Var, k
+from rlx.ir.kernel import Buffer, Computed, Contract, Expr, Kernel, Load, Local, Loop, Operand, Stmt, Store, Var, coefficient, k
+from rlx.ir.kernel import walk as parts_of
 from rlx.ir.target import Target
+
+FAR = 4 << 20  # bytes of a buffer that the caches do not keep from one kernel to the next
 
 
 class Product(Module):
@@ -29,6 +32,7 @@ class Product(Module):
         blocks = -(-plan.row_tiles // max(1, plan.blocks)) * plan.rows
         self.block_rows = blocks if self.limited else plan.block_rows
         self.local_at: Mapping[Local, int] = {}
+        self.far = {} if plan.matrix else _far(contract, plan)
         self.cut: tuple[V, V, V] | None = None  # first row, height of the high tiles and their number: of a block cut at run time
 
     def reserve_locals(self) -> None:
@@ -191,6 +195,7 @@ class Product(Module):
         hoist(c.epilogue, scope)
         with e.loop(0, count, nonempty=True) as rows:
             at_row = self._at_row(e, scope, i0, e.bin("add", first, rows.index))
+            at_row.far = self.far
             hoist(c.epilogue, at_row)
             line = step(e, sums, rows.index, (pitch or vectors * lanes) * size)
 
@@ -229,6 +234,14 @@ def emit_epilogue(
             vectors(at.index, 0)
     if tail:
         vectors(e.i64(whole), tail)
+
+
+def _far(c: Contract, plan: Plan) -> dict[Buffer | Local, int]:
+    """Buffers of the epilogue that come from memory, and how far the same columns of the next tile's rows are, in bytes: the
+    processor itself prefetches along rows, of which a panel has a part."""
+    seen = [x for x in parts_of(c.epilogue) if isinstance(x, (Load, Store)) and x.buffer.size * x.buffer.dtype.itemsize >= FAR]
+    steps = {x.buffer: coefficient(x.index, c.i) for x in seen if coefficient(x.index, c.j) == 1}
+    return {b: plan.rows * stride * b.dtype.itemsize for b, stride in steps.items() if stride}
 
 
 def row_statements(a: Computed, line: Local, depth: int) -> tuple[Stmt, ...]:
