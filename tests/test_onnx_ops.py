@@ -103,6 +103,9 @@ REFERENCE: list[tuple[str, Arrays, int, dict[str, Any]]] = [
     ("LRN", {"x": floats(5, 5, 3, 2)}, 13, {"size": 4, "alpha": 0.1, "beta": 0.6, "bias": 2.0}),
     ("MeanVarianceNormalization", {"x": floats(2, 3, 4, 2)}, 13, {"axes": [0, -1]}),
     ("Trilu", {"x": whole(4, 5), "k": np.array(-1)}, 14, {"upper": 0}),
+    ("DeformConv", {"x": floats(2, 4, 6, 5), "w": floats(6, 2, 3, 2), "offset": floats(2, 24, 3, 4), "b": floats(6),
+                    "mask": floats(2, 12, 3, 4)}, 19,
+     {"group": 2, "offset_group": 2, "strides": [2, 1], "pads": [1, 0, 1, 1], "dilations": [1, 2]}),
     ("ReverseSequence", {"x": floats(3, 4, 2), "n": np.array([4, 1, 2])}, 10, {"time_axis": 1, "batch_axis": 0}),
 ]  # fmt: skip
 

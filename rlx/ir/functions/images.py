@@ -190,14 +190,22 @@ def grid_sample(
     _named("mode", mode, MODES)
     _named("padding", padding, ("zeros", "border", "reflection"))
     grid = as_value(grid)
-    rows, sizes = _image_rows(x)
+    sizes = _image_rows(x)[1]
     if grid.rank != x.rank or grid.dims[-1] != len(sizes) or grid.dims[0] != x.dims[0]:
         raise ShapeError(f"the grid of {x!r} is [{x.dims[0]}, *result, {len(sizes)}], got {grid!r}")
-    taps = []
+    places = []
     for i, size in enumerate(sizes):
         at = grid[..., len(sizes) - 1 - i] + 1.0
-        at = at * ((size - 1) / 2) if align_corners else (at * float(size) - 1.0) / 2
-        taps.append(_sample_taps(at, size, mode, padding, align_corners))
+        places.append(at * ((size - 1) / 2) if align_corners else (at * float(size) - 1.0) / 2)
+    return sampled(x, places, mode, padding, align_corners)
+
+
+def sampled(
+    x: Value, places: Sequence[Value], mode: str = "linear", padding: str = "zeros", align_corners: bool = False
+) -> Value:
+    """x [batch, channels, *spatial] at places that count in elements: [batch, *result] for each spatial dim."""
+    rows, sizes = _image_rows(x)
+    taps = [_sample_taps(at, size, mode, padding, align_corners) for at, size in zip(places, sizes, strict=True)]
     first = ops.reshape(ops.iota(dims=x.dims[0]), dims=(-1, *(1 for _ in sizes)))
     total, *others = _corners(rows, first, taps, sizes)
     for one in others:

@@ -89,5 +89,6 @@ def top_k(n: Call) -> tuple[Value, Value]:
 
 @handler("CumSum", "CumProd")
 def running(n: Call) -> Value:
-    made = ops.cumsum if n.op == "CumSum" else ops.cumprod
-    return made(n.value(0), axis=n.ints(1)[0], exclusive=bool(n.attr("exclusive", 0)), reverse=bool(n.attr("reverse", 0)))
+    x, (axis,) = n.value(0), n.ints(1)
+    run = ops.cumsum if n.op == "CumSum" else ops.cumprod
+    return run(x, axis=axis, exclusive=bool(n.attr("exclusive", 0)), reverse=bool(n.attr("reverse", 0)))
