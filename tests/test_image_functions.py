@@ -127,6 +127,8 @@ WRONG = {
     "a mode": (lambda x: rlx.resize(x, (4, 4), (2, 3), mode="area"), AttributeValueError, "nearest, linear, cubic"),
     "a rule": (lambda x: rlx.resize(x, (4, 4), (2, 3), coordinates="pixel"), AttributeValueError, "half_pixel_symmetric"),
     "no elements": (lambda x: rlx.resize(x, (4, 0), (2, 3)), ShapeError, "cannot be resized to 0"),
+    "too many results": (lambda x: rlx.resize(x, (4, 2**40), (2, 3), mode="nearest"), ShapeError, "check the sizes"),
+    "too small a factor": (lambda x: rlx.resize(x, 4, 2, scales=[1e-9], antialias=True), ShapeError, "check the sizes"),
     "a grid": (lambda x: rlx.grid_sample(x, np.zeros((1, 3, 3, 3), "f4")), ShapeError, r"\[1, \*result, 2\]"),
     "samples of the run": (
         lambda x: rlx.roi_align(x, np.zeros((1, 4), "f4"), np.zeros(1, "i8"), (2, 2), 0), AttributeValueError, "1 sample"),

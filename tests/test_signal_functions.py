@@ -103,6 +103,10 @@ def test_wrong_transforms_are_errors() -> None:
         rlx.dft(x)
     with pytest.raises(ShapeError, match="not transformed"):
         rlx.dft(x[..., :2], axis=-1)
+    for ask in (lambda: rlx.dft(x[..., :2], axis=1, length=2**40), lambda: rlx.cosine_window(2**40, (0.5, 0.5)),
+                lambda: rlx.mel_weights(2**20, 2**20, 16000, 0, 8000)):  # fmt: skip
+        with pytest.raises(ShapeError, match="check the sizes"):
+            ask()
     with pytest.raises(AttributeValueError, match="0 points"):
         rlx.dft(x[:, :1, :2], inverse=True, onesided=True)
     with pytest.raises(ShapeError, match="window"):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
-from rlx.errors import AttributeValueError, GraphError
+from rlx.errors import AttributeValueError, GraphError, ShapeError
 from rlx.ir.methods import FUNCTIONS, attach
 from rlx.ir.node import Operand, Value, constant
 from rlx.ir.shape import Dim
@@ -49,6 +49,15 @@ def own_axis(x: Value, axis: int, more: int = 0) -> int:
     if not -rank <= axis < rank:
         raise AttributeValueError(f"axis {axis} of {x!r}, which has {rank} dims" + (" with the new one" if more else ""))
     return axis % rank
+
+
+MOST = 1 << 26  # elements of a constant that a function computes
+
+
+def computed(label: str, count: float) -> None:
+    """Refuses constants so large that a wrong size must be the reason."""
+    if count > MOST:
+        raise ShapeError(f"{label} would need a constant of {count:.3g} elements, more than {MOST}: check the sizes")
 
 
 def known_dim(x: Value, axis: int) -> int:

@@ -13,7 +13,7 @@ from rlx.errors import AttributeValueError, ShapeError
 from rlx.ir import ops
 from rlx.ir.dtype import i64
 from rlx.ir.functions.arrays import moveaxis, tensordot
-from rlx.ir.functions.declare import as_value, function, known_dim, own_axis, widened
+from rlx.ir.functions.declare import as_value, computed, function, known_dim, own_axis, widened
 from rlx.ir.node import Operand, Value, constant
 from rlx.ir.op import as_ints
 
@@ -111,6 +111,7 @@ def resize(
             continue
         if n < 1 or size < 1 or not scale > 0:
             raise ShapeError(f"dim {axis} of {x!r} cannot be resized to {size} by a factor of {scale}")
+        computed(f"dim {axis} of {x!r} resized to {size} by {scale}", size * (max(n, 4 / scale) if antialias else FEW))
         at = COORDINATES[coordinates](np.arange(size, dtype=np.float64), n, scale, scale * n, (first, last))
         if mode == "nearest":
             made = ops.gather(x, constant(np.clip(ROUNDINGS[rounding](at), 0, n - 1).astype(np.int64)), axis=axis)

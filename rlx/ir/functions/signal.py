@@ -11,7 +11,7 @@ from rlx.errors import AttributeValueError, ShapeError
 from rlx.ir import ops
 from rlx.ir.dtype import DType
 from rlx.ir.functions.arrays import flip, moveaxis, stack, swapaxes
-from rlx.ir.functions.declare import as_value, function, known_dim, own_axis, widened
+from rlx.ir.functions.declare import as_value, computed, function, known_dim, own_axis, widened
 from rlx.ir.node import Operand, Value, constant
 
 # -- Fourier transforms --------------------------------------------------------------------------------------------
@@ -95,6 +95,7 @@ def dft(x: Value, axis: int = -2, length: int | None = None, inverse: bool = Fal
     n = length or (2 * (known_dim(x, at) - 1) if inverse and onesided else known_dim(x, at))
     if n < 1 or known_dim(x, at) < 1:
         raise AttributeValueError(f"a transform of {n} points along dim {axis} of {x!r}")
+    computed(f"a transform of {n} points", 4 * n)
     given = n // 2 + 1 if inverse and onesided else n
     re, im = (_sized(moveaxis(x[..., i], at, -1), given) if i < parts else None for i in (0, 1))
     assert re is not None
@@ -132,6 +133,7 @@ def stft(
 def cosine_window(size: int, coefficients: Sequence[float], periodic: bool = True, dtype: DType | str = "f32") -> Value:
     """a0 - a1 cos(t) + a2 cos(2t) …, t from 0 to 2π in `size` steps, or size - 1 if not `periodic`. Hann: (0.5, 0.5); Hamming:
     (25 / 46, 21 / 46); Blackman: (0.42, 0.5, 0.08)."""
+    computed(f"a window of {size} elements", size)
     turn = np.arange(size) * (2 * math.pi / max(size if periodic else size - 1, 1))
     return constant(sum((-1) ** i * a * np.cos(i * turn) for i, a in enumerate(coefficients)), dtype)
 
@@ -140,6 +142,7 @@ def cosine_window(size: int, coefficients: Sequence[float], periodic: bool = Tru
 def mel_weights(bins: int, length: int, rate: float, low: float, high: float, dtype: DType | str = "f32") -> Value:
     """Weights [length // 2 + 1, bins] of the results of a one-sided transform: triangles at equal distances on the mel scale,
     from `low` to `high` hertz, with edges at whole results; `rate` samples a second."""
+    computed(f"{bins} filters of {length} points", bins * length)
     first, last = (2595 * np.log10(1 + edge / 700) for edge in (low, high))
     hertz = 700 * (10 ** ((first + np.arange(bins + 2) * (last - first) / (bins + 2)) / 2595) - 1)
     edges = np.floor((length + 1) * hertz / rate)
