@@ -262,6 +262,30 @@ def _absent(name):
     raise ModuleNotFoundError("No module named 'onnx'", name="onnx")
 
 
+# -- graphs as rlx's own networks are written
+
+
+def test_products_of_one_operand_become_one_and_biases_go_behind():
+    make, rng, dims = helper.make_node, np.random.default_rng(5), {"a": 8, "b": 8, "c": 12}
+    nodes, weights = [], {}
+    for name, width in dims.items():
+        weights[f"w{name}"] = rng.normal(size=(6, width)).astype(np.float32)
+        weights[f"b{name}"] = rng.normal(size=width).astype(np.float32)
+        nodes += [make("MatMul", ["x", f"w{name}"], [f"m{name}"]), make("Add", [f"b{name}", f"m{name}"], [name])]
+    graph = rlx.from_onnx(model(nodes, [info("x", [2, 6])], [info(n, None) for n in dims], weights))
+    assert [n.op.name for n in graph.nodes()].count("matmul") == 1
+    x = rng.normal(size=(2, 6)).astype(np.float32)
+    for name, found in zip(dims, rlx.compile(graph).run({"x": x})):
+        np.testing.assert_allclose(found, x @ weights[f"w{name}"] + weights[f"b{name}"], rtol=1e-5, atol=1e-6)
+
+
+def test_products_whose_results_are_read_otherwise_stay():
+    nodes = [helper.make_node("MatMul", ["x", w], [y]) for w, y in (("w", "a"), ("v", "b"))]
+    weights = {n: np.ones((6, 3), np.float32) for n in "wv"}
+    graph = rlx.from_onnx(model(nodes, [info("x", [2, 6])], [info("a", None), info("b", None)], weights))
+    assert [n.op.name for n in graph.nodes()].count("matmul") == 2  # they are outputs: each has its own memory anyway
+
+
 # -- states
 
 

@@ -134,6 +134,9 @@ APPLIES = [
     ),
     ("fold_constants", lambda x: constant(np.arange(3.0)) * 2.0 + 1.0, ("f32",)),
     ("take_known_rows", lambda x: ops.take_rows(constant(np.arange(6.0).reshape(3, 2)), 1, count=2), ("f32",)),
+    ("drop_neutral", lambda x: ops.logical_and(constant(np.ones((3, 1), bool)), x), ("bool",)),
+    ("drop_neutral", lambda x: ops.logical_or(x, constant(False)), ("bool",)),
+    ("split_again", lambda x: x.reshape(1, 2, 3, 4).transpose(0, 1, 3, 2).reshape(2, 4, 3).transpose(0, 2, 1), ("f32",)),
     ("slice_known_rows", lambda x: ops.gather(constant(np.arange(6.0).reshape(3, 2)), 1), ("f32",)),
     ("slice_known_rows", lambda x: ops.gather(constant(np.arange(20.0).reshape(2, 10)), [1, 4, 7], axis=1), ("f32",)),
 ]

@@ -44,6 +44,30 @@ FORMS = {
 }
 
 
+@pytest.mark.parametrize("low", [-np.inf, float(np.finfo(np.float32).min)])
+def test_a_bias_that_only_hides_keys_is_a_mask_and_the_usual_scale_is_the_ops_own(low):
+    g = Graph("attention")
+    q, k, v = (g.input(n, (2, 3, 9, 16), "f32") for n in "qkv")
+    seen = g.input("seen", (2, 1, 1, 9), "bool")
+    bias = rlx.where(rlx.broadcast_to(seen, (2, 1, 9, 9)), 0.0, low)
+    g.set_outputs([rlx.softmax((q * 0.5) @ (k.transpose(0, 1, 3, 2) * 0.5) + bias) @ v])
+    passed = scores(g, COMPILATION)
+    (node,) = found(passed)
+    assert (node.attrs.mask, node.attrs.scale) == ("custom", 0.0) and node.inputs[3] is passed.inputs[3]
+    feeds = {name: rng.normal(size=(2, 3, 9, 16)).astype(np.float32) for name in "qkv"}
+    feeds["seen"] = np.arange(9) < np.array([4, 9]).reshape(2, 1, 1, 1)
+    np.testing.assert_allclose(evaluate(passed, feeds)[0][0], evaluate(g, feeds)[0][0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_bias_that_lowers_scores_stays_a_bias():
+    g = Graph("attention")
+    q, k, v = (g.input(n, (2, 3, 9, 16), "f32") for n in "qkv")
+    bias = rlx.where(g.input("seen", (2, 1, 1, 9), "bool"), 0.0, -1e4)
+    g.set_outputs([rlx.softmax((q * 0.5) @ k.transpose(0, 1, 3, 2) + bias) @ v])
+    (node,) = found(scores(g, COMPILATION))
+    assert (node.attrs.mask, node.attrs.scale) == ("bias", 0.5)
+
+
 @pytest.mark.parametrize("lead", [(2, 3), (6,)], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_products_around_a_softmax_are_attention(form, lead):

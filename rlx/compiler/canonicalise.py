@@ -64,6 +64,28 @@ def take_second(node: Node, x: Value, y: Value) -> Value:
     return y
 
 
+@rule(
+    pattern(e.logical_and, X, True), pattern(e.logical_and, True, X), pattern(e.logical_or, X, False),
+    pattern(e.logical_or, False, X),
+)  # fmt: skip
+def drop_neutral(node: Node, x: Value) -> Value:
+    """x and True, x or False are x, with the dims of the result."""
+    return x if x.dims == node.shapes[0].dims else v.broadcast_to(x, dims=node.shapes[0].dims)
+
+
+@rule(pattern(v.reshape, pattern(v.transpose, pattern(v.reshape, X))))
+def split_again(node: Node, x: Value) -> Value | None:
+    """A transpose of the last dims between a reshape that merges the others and one that splits them again is a transpose."""
+    merged, axes = node.inputs[0].node.inputs[0], _axes(node.inputs[0].node)
+    lead = next((i for i, a in enumerate(axes) if i != a), 0)  # dims that stay in front
+    last = merged.rank - lead
+    if not lead or x.rank < last or x.dims[x.rank - last :] != merged.dims[lead:]:
+        return None
+    first = x.rank - last
+    made = v.transpose(x, axes=(*range(first), *(a - lead + first for a in axes[lead:])))
+    return made if made.dims == node.shapes[0].dims else None
+
+
 @rule(pattern(v.transpose, pattern(v.transpose, X)))
 def merge_transposes(node: Node, x: Value) -> Value:
     """Two permutations of dims are one: result dim i is the inner result's dim outer[i]."""
@@ -164,7 +186,8 @@ def fold_constants(node: Node) -> Value | None:
 
 
 RULES: tuple[Rule, ...] = (
-    multiply_by_one, add_negative_zero, add_integer_zero, undo_twice, take_first, take_second, merge_transposes,
+    multiply_by_one, add_negative_zero, add_integer_zero, undo_twice, take_first, take_second, drop_neutral, split_again,
+    merge_transposes,
     keep_outer_dims, drop_view, drop_cast, merge_casts, merge_casts_around_views,
     take_known_rows, slice_known_rows, fold_constants,
 )  # fmt: skip

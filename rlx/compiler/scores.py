@@ -2,7 +2,8 @@
 
 softmax(q @ kᵀ * scale + bias) @ v then keeps its scores out of memory. The result is the same up to rounding, apart from rows in
 which the bias leaves no key: these are zeros, as in the op, where a softmax alone gives NaN. Exporters of models replace such NaN
-by zeros themselves, which is recognised too.
+by zeros themselves, which is recognised too. A bias that is 0 or, by a mask, -inf or so low that no score shows beside it, is the
+mask itself.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from rlx.ir.ops.rules import axis_of
 from rlx.ir.rewrite import Pattern, Var, match, pattern
 
 A, B, C = Var("a"), Var("b"), Var("c")
+LOW = -1e30  # a bias below it hides its key
 MATMUL, SOFTMAX = OPS["matmul"], OPS["softmax"]
 GUARDED = pattern(ops.where, pattern(ops.is_nan, A), 0.0, A)
+MASKED = pattern(ops.where, A, 0.0, B)
 PRODUCT, QUOTIENT, SUM = pattern(ops.mul, A, B), pattern(ops.div, A, B), pattern(ops.add, A, B)
 
 
@@ -65,11 +68,25 @@ def _attention(node: Node, read: Mapping[Value, int]) -> Value | None:
         return None
     k = ops.transpose(keys, axes=(*range(keys.rank - 2), keys.rank - 1, keys.rank - 2)) if keys.rank > 1 else keys
     ranked = [t.reshape((1, *t.dims)) if t.rank == 3 else t for t in (q, k, v)]
-    given = {"scale": scale, "mask": "none" if bias is None else "bias"}
+    usual = isinstance(depth := q.dims[-1], int) and depth > 0 and abs(scale * depth**0.5 - 1) < 1e-6
+    given: dict[str, object] = {"scale": 0.0 if usual else scale, "mask": "none" if bias is None else "bias"}
+    if bias is not None and (mask := _mask(bias)) is not None:
+        bias, given["mask"] = mask, "custom"
     try:
         return apply(OPS["attention"], (*ranked, *(() if bias is None else (bias,))), given, name=node.name)  # type: ignore[return-value]
     except GraphError:  # operands that are broadcast, of another rank or of several dtypes
         return None
+
+
+def _mask(bias: Value) -> Value | None:
+    """The keys that a bias leaves, if it hides the others and does nothing else."""
+    found = _matched(MASKED, bias)
+    if found is None or found["b"].node.op is not CONSTANT or not (found["b"].node.attrs.data <= LOW).all():  # type: ignore[union-attr]
+        return None
+    mask = found["a"]
+    while mask.node.op is OPS["broadcast_to"] and mask.node.inputs[0].rank == mask.rank:  # the op broadcasts it itself
+        (mask,) = mask.node.inputs
+    return mask if mask.rank == bias.rank else None
 
 
 def _is_product(x: Value) -> bool:

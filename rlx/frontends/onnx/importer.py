@@ -22,6 +22,7 @@ from rlx.frontends.onnx.proto import Source, numpy_type, stored
 from rlx.frontends.onnx.states import following
 from rlx.frontends.onnx.structure import opsets
 from rlx.frontends.onnx.table import find
+from rlx.frontends.onnx.tidy import tidied
 from rlx.ir.dtype import as_dtype
 from rlx.ir.evaluate import evaluate_node
 from rlx.ir.graph import CONSTANT, PARAM, Graph
@@ -185,6 +186,7 @@ class Importer:
         self.types: dict[Value, int] = {}  # ONNX's element type of values that are stored in a wider one
         self.named: dict[str, Any] = {}  # what the names of the model's own graph stand for
         self.outputs: list[Any] = []  # a Value, an array, a list of them, or None, for each output
+        self.cuts: dict[str, tuple[int, str]] = {}  # output -> the axis that is cut, and the output that says where
         self.depth = 0
         self._live: set[Value] = set()  # values that are known to depend on a leaf that is no constant
         self._constants: dict[int, tuple[np.ndarray, Value]] = {}
@@ -214,7 +216,9 @@ class Importer:
                 values.append(value if isinstance(value, Value) else self.constant(value))
         counts = {b.count: f"{name}.count" for name, v in zip(names, values) if (b := self.bounds.get(v))}
         self.graph.set_outputs([*values, *counts], [*names, *counts.values()])
-        used = {v for n in self.graph.nodes() for v in n.inputs} | set(values)
+        self.cuts = {n: (b.axis, counts[b.count]) for n, v in zip(names, values) if (b := self.bounds.get(v))}
+        self.graph = tidied(self.graph)
+        used = {v for n in self.graph.nodes() for v in n.inputs} | set(self.graph.outputs)
         self.graph.params = [p for p in self.graph.params if p in used]
         left = {p.name for p in self.graph.params}
         self.graph.weights = {name: array for name, array in self.graph.weights.items() if name in left}

@@ -222,11 +222,9 @@ class OnnxModel(Shown):
 
     def _signature(self, importer: Importer) -> _Compiled:
         graph = importer.graph
-        names = dict(zip(graph.outputs, graph.output_names))
         trees = [_tree(x, (name for name, _ in flat(info.name, x))) for info, x in zip(self._outputs, importer.outputs)]
-        counts = {n: (b.axis, names[b.count]) for v, n in names.items() if (b := importer.bounds.get(v))}
         compiled = self._compiled(graph) if graph.outputs or graph.assigns else None
-        return _Compiled(compiled, tuple(str(v.name) for v in graph.inputs), tuple(trees), counts, importer.rows)
+        return _Compiled(compiled, tuple(str(v.name) for v in graph.inputs), tuple(trees), importer.cuts, importer.rows)
 
     def _compiled(self, graph: Graph) -> CompiledGraph:
         compiled = self.session.compile(graph, self.options, self._params, self._handles)

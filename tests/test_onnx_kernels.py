@@ -1,0 +1,80 @@
+"""Encoders from ONNX, by both exporters of torch: the same kernels as from rlx's own network, and torch's results."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+import rlx
+from rlx.compiler import lower
+from rlx.frontends.models import bert
+from rlx.frontends.onnx import OnnxModel
+from rlx.ir.kernel_text import kernel_key
+
+torch = pytest.importorskip("torch")
+SIZES = {
+    "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+IDS, MASK = np.arange(24).reshape(2, 12), np.array([[1] * 12, [1] * 7 + [0] * 5])
+
+
+@pytest.fixture(scope="module")
+def network():
+    """BERT with random weights, in torch."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+
+    class Encoder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bert = BertModel(BertConfig(**SIZES), add_pooling_layer=False)
+            for p in self.parameters():
+                torch.nn.init.normal_(p, std=0.1)
+
+        def forward(self, input_ids, attention_mask):
+            return self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+
+    return Encoder().eval()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["TorchScript", "dynamo"])
+def file(request, network, tmp_path_factory):
+    path = tmp_path_factory.mktemp("export") / "bert.onnx"
+    names = ["input_ids", "attention_mask"]
+    how = {"input_names": names, "output_names": ["hidden"], "dynamo": request.param}
+    if not request.param:
+        how["dynamic_axes"] = {name: {0: "batch", 1: "tokens"} for name in names}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(network, (torch.tensor(IDS), torch.tensor(MASK)), path, **how)
+    return path
+
+
+def test_results_are_those_of_torch(file, network):
+    found = OnnxModel(file).run({"input_ids": IDS, "attention_mask": MASK})["hidden"]
+    with torch.no_grad():
+        want = network(torch.tensor(IDS), torch.tensor(MASK)).numpy()
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
+
+
+def test_the_layers_are_the_kernels_of_the_own_network(file):
+    """All kernels of the layers; embeddings and masks are written in other ways."""
+    session, options = rlx.Session("cpu"), rlx.CompileOptions()
+    own = lower(bert.build(bert.BertConfig(**SIZES), *IDS.shape), session.target(), options)
+    graph = OnnxModel(file).imported({"input_ids": IDS, "attention_mask": MASK}).graph
+    made = lower(graph, session.target(), options)
+    layers = [kernel_key(s.kernel) for s in own.steps if s.kernel.name.startswith(("matmul", "attention"))]
+    found = [kernel_key(s.kernel) for s in made.steps if s.kernel.name.startswith(("matmul", "attention"))]
+    assert len(layers) == 2 * 5 and found == layers
+    assert len(made.steps) <= len(own.steps)
+
+
+def test_weights_take_the_memory_that_they_take_in_the_own_network(file):
+    graph = OnnxModel(file).imported({"input_ids": IDS, "attention_mask": MASK}).graph
+    plans = [rlx.Session("cpu").plan(g).regions for g in (graph, bert.build(bert.BertConfig(**SIZES), *IDS.shape))]
+    made, own = (sum(plan[r] for r in ("params", "prepared", "constants")) for plan in plans)
+    assert made < 1.05 * own
