@@ -75,6 +75,8 @@ def conv_transpose(n: Call) -> Value:
     more = n.attr("output_padding", (0,) * count)
     spans = [(w - 1) * d for w, d in zip(window, dilation)]
     low, high = _cut(n, [(d - 1) * s + span + 1 + m for d, s, span, m in zip(sizes, strides, spans, more)])
+    if tuple(strides) == tuple(window) and groups == 1 and not any((*low, *high, *more)) and all(d == 1 for d in dilation):
+        return _tiles(x, n.value(1), n.value(2) if n.has(2) else None)
     apart = x.reshape((*x.dims[:2], *(v for d in sizes for v in (d, 1))))
     gaps = (0, 0, *(v for s in strides for v in (0, s - 1)))
     x = ops.pad(apart, low=(0,) * len(gaps), high=gaps).reshape((*x.dims[:2], *(d * s for d, s in zip(sizes, strides))))
@@ -84,6 +86,17 @@ def conv_transpose(n: Call) -> Value:
     w = functions.swapaxes(w, 1, 2).reshape((groups * inner, channels // groups, *window))
     bias: list[Any] = [n.value(2)] if n.has(2) else []
     return ops.conv(x, w, *bias, groups=groups, dilation=dilation)
+
+
+def _tiles(x: Value, w: Value, bias: Value | None) -> Value:
+    """A transposed convolution whose windows are side by side: each element becomes a window of the result."""
+    (channels, out, *window), (batch, _, *sizes) = w.shape.static, x.shape.static
+    count = len(window)
+    flat = ops.transpose(w, axes=(*range(2, 2 + count), 1, 0)).reshape((-1, channels, *(1,) * count))
+    biases: list[Any] = [] if bias is None else [ops.broadcast_to(bias, dims=(*window, out)).reshape((-1,))]
+    made = ops.conv(x, flat, *biases).reshape((batch, *window, out, *sizes))
+    beside = [a for i in range(count) for a in (2 + count + i, 1 + i)]
+    return ops.transpose(made, axes=(0, 1 + count, *beside)).reshape((batch, out, *(d * s for d, s in zip(sizes, window))))
 
 
 def _cut(n: Call, whole: list[int]) -> tuple[list[int], list[int]]:
