@@ -95,6 +95,8 @@ class MatrixUnit:
         line = Local("line", source.dtype, self.c.k)
         statements = row_statements(source, line, self.c.k) if isinstance(source, Computed) else ()
         hoist(statements, scope)
+        runs = self.from_a.col_levels[:1]  # whole steps in each are copied from where they lie
+        whole = bool(runs) and self.from_a.column == 1 and runs[0][0] % (amx.SIDE * p.group) == 0
         with e.loop(*tiles) as tile:
             first = product.first_row(e, tile.index)
             out = step(e, kept, e.bin("sub", tile.index, tiles[0]), self.tile_bytes)
@@ -102,6 +104,8 @@ class MatrixUnit:
                 index, at = e.bin("add", first, row.index), e.gep(SCRATCH, self.line_at)
                 if isinstance(source, Computed):
                     emit_statements(statements, scope.child({source.row: index}, pointers={line: at}))
+                elif whole:
+                    at = self.from_a.at(e, a, index)
                 elif self.from_a.col_levels:
                     after = e.bin("add", index, 1)
                     stage_levels_function(e, a, at, index, after, self.c.k, self.from_a, self.line, p.lanes, p.group)
@@ -112,7 +116,9 @@ class MatrixUnit:
                     stage_rows_function(e, start, at, e.i64(1), self.c.k, self.from_a, self.line, p.lanes, p.group)
                 to = step(e, out, row.index, LINE)
                 with e.loop(0, self.steps) as turn:
-                    copied = e.load(vector("i32", amx.SIDE), step(e, at, turn.index, LINE), 4)
+                    column = e.bin("mul", turn.index, amx.SIDE * p.group) if whole else None
+                    source_at = self.from_a.at(e, at, 0, column) if column else step(e, at, turn.index, LINE)
+                    copied = e.load(vector("i32", amx.SIDE), source_at, 4)
                     e.store(copied, step(e, to, turn.index, self.step_bytes), LINE)
         return kept
 
