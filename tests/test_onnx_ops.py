@@ -300,3 +300,19 @@ def test_transposed_convolutions_are_gradients_of_convolutions(attrs: dict[str, 
     else:
         wide = want
     np.testing.assert_allclose(found, wide.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dims", [(6, 7), (5, 8), (4, 4, 5)])
+@pytest.mark.parametrize("count_padding", [0, 1])
+def test_pools_with_ceil_mode_are_those_of_torch(dims: tuple[int, ...], count_padding: int) -> None:
+    x, n = floats(2, 3, *dims), len(dims)
+    attrs: dict[str, Any] = {"kernel_shape": [3] * n, "strides": [2] * n, "pads": [1] * (2 * n), "ceil_mode": 1}
+    average, greatest = (F.avg_pool2d, F.max_pool2d) if n == 2 else (F.avg_pool3d, F.max_pool3d)
+    (found,) = results("AveragePool", {"x": x}, 19, count_include_pad=count_padding, **attrs)
+    want = average(torch.from_numpy(x), 3, 2, 1, ceil_mode=True, count_include_pad=bool(count_padding))
+    np.testing.assert_allclose(found, want.numpy(), rtol=1e-5, atol=1e-6)
+    values, places = results("MaxPool", {"x": x}, 12, outputs=2, **attrs)
+    want, at = greatest(torch.from_numpy(x), 3, 2, 1, ceil_mode=True, return_indices=True)
+    image = np.arange(6).reshape(2, 3, *(1,) * n) * int(np.prod(dims))
+    np.testing.assert_array_equal(values, want.numpy())
+    np.testing.assert_array_equal(places, at.numpy() + image)

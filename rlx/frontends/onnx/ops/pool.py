@@ -3,12 +3,51 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from rlx.frontends.onnx.call import Call
+from rlx.frontends.onnx.ops.conv import Ints, windows
 from rlx.frontends.onnx.ops.shape import padded
 from rlx.frontends.onnx.table import handler
 from rlx.ir import functions, ops
 from rlx.ir.node import Value, constant
+
+
+@handler("MaxPool")
+def max_pool(n: Call) -> Any:
+    """The second result has positions in the whole operand, in row-major order, or in column-major order of the spatial dims."""
+    x, at = n.value(0), windows(n, n.attr("kernel_shape"))
+    if not n.wants(1):
+        return ops.max_pool(x, window=at.window, **at.facts)
+    values, places = ops.max_pool_indices(x, window=at.window, **at.facts)
+    if n.attr("storage_order", 0):
+        places = _column_major(places, n.sizes(0)[2:])
+    return values, places
+
+
+def _column_major(places: Value, sizes: Ints) -> Value:
+    image = math.prod(sizes)
+    inside, out, stride = places % image, places - places % image, 1
+    parts = []
+    for size in reversed(sizes):
+        parts.insert(0, inside % size)
+        inside = inside // size
+    for part, size in zip(parts, sizes):
+        out, stride = out + part * stride, stride * size
+    return out
+
+
+@handler("AveragePool", since=7)
+def average_pool(n: Call) -> Value:
+    at = windows(n, n.attr("kernel_shape"))
+    facts = at.facts | {"high": at.high, "extra": at.extra}
+    return ops.avg_pool(n.value(0), window=at.window, count_padding=bool(n.attr("count_include_pad", 0)), **facts)
+
+
+@handler("LpPool", since=2)
+def lp_pool(n: Call) -> Value:
+    at = windows(n, n.attr("kernel_shape"))
+    return ops.lp_pool(n.value(0), window=at.window, p=float(n.attr("p", 2)), **at.facts)
 
 
 @handler("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
