@@ -165,13 +165,16 @@ def test_an_image_of_few_channels_is_padded_and_read_by_rows() -> None:
     g = rlx.Graph("image")
     x, w = g.input("x", (2, 3, 18, 20), f32), g.param("w", (3, 3, 3, 24), f32)
     seen = rlx.transpose(x, axes=(0, 2, 3, 1))
-    g.set_outputs([conv(seen, w, strides=2, low=1, high=1, channels_last=True), rlx.pad(seen, low=(0, 0, 1, 0), high=(0,) * 4)])
+    first = conv(seen, w, strides=2, low=1, high=1, channels_last=True)
+    last = g.input("last", (2, 18, 21, 3), f32)
+    g.set_outputs([first, rlx.pad(seen, low=(0, 0, 1, 0), high=(0,) * 4), conv(last, w, low=1, high=1, channels_last=True)])
     found = lower(g, with_natives(TARGETS["host"]), rlx.CompileOptions())
     loops = [s.kernel.body[0] for s in found.steps if s.kernel.origin == ("pad",)]
-    assert sorted(loop.extent for loop in loops if isinstance(loop, Loop)) == [3, 22]
-    (product,) = (s.kernel.body[0] for s in found.steps if isinstance(s.kernel.body[0], Contract))
+    assert sorted(loop.extent for loop in loops if isinstance(loop, Loop)) == [3, 22, 3 * 23]
+    product, _ = (s.kernel.body[0] for s in found.steps if isinstance(s.kernel.body[0], Contract))
     assert (product.a.col_stride, product.a.col_levels) == (1, ((3, 22), (3, 20 * 22)))  # row by row, not channel by channel
-    given, weights = {"x": plain.numbers((2, 3, 18, 20), f32, 0)}, {"w": plain.numbers((3, 3, 3, 24), f32, 1)}
+    given = {v.node.name: plain.numbers(v.shape.static, f32, n) for n, v in enumerate(g.inputs)}
+    weights = {"w": plain.numbers((3, 3, 3, 24), f32, 1)}
     compiled = rlx.Session("cpu").compile(g)
     compiled.set_param("w", weights["w"])
     for got, want in zip(compiled.run(given), evaluate(g, given, weights)[0]):

@@ -18,8 +18,8 @@ FEW_CHANNELS = 4  # of an image: its pixels are runs too short to copy
 def levels(graph: Graph, compilation: Compilation) -> Graph:
     """`graph` with a copy in front of each contraction whose left operand has no common stride along the axes that are summed,
     unless the target reads such operands (Target.levels). If it does, the order of the image's axes in memory is free: padding of
-    an image with few channels last comes before the view that puts them there, so that whole rows are copied; and sums with
-    weights known before a run are in the order of memory."""
+    an image with few channels last comes before the view that puts them there, or is of its rows as single runs, so that whole
+    rows are copied; and sums with weights known before a run are in the order of memory."""
     if not compilation.target.levels:
         return graph.rebuild(_copied(graph))
     padded = graph.rebuild(_rows_padded(graph))
@@ -42,19 +42,27 @@ def _copied(graph: Graph) -> NewNode:
 
 
 def _rows_padded(graph: Graph) -> NewNode:
-    roots = set(graph.roots())
+    roots, places = set(graph.roots()), Places(graph)
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
-        seen = inputs[0].node if inputs else node
-        few = node.op is OPS["pad"] and seen.op is OPS["transpose"] and node.shapes[0].static[-1] <= FEW_CHANNELS
-        if not few or node.results[0] in roots:
+        if node.op is not OPS["pad"] or node.results[0] in roots or node.shapes[0].rank < 2:
             return keep(node, inputs)
-        rank = inputs[0].rank
-        axes = tuple(a % rank for a in seen.attrs.axes) or tuple(reversed(range(rank)))  # type: ignore[union-attr]
-        before = [axes.index(axis) for axis in range(rank)]
-        low, high = ([sides[a] for a in before] for sides in (node.attrs.low, node.attrs.high))  # type: ignore[union-attr]
-        padded = pad(seen.inputs[0], low=low, high=high, value=node.attrs.value)  # type: ignore[union-attr]
-        return (transpose(padded, axes=axes),)  # type: ignore[return-value]
+        dims, attrs, seen = node.inputs[0].shape.static, node.attrs, inputs[0].node
+        if node.shapes[0].static[-1] > FEW_CHANNELS:
+            return keep(node, inputs)
+        if seen.op is OPS["transpose"]:
+            axes = tuple(a % len(dims) for a in seen.attrs.axes) or tuple(reversed(range(len(dims))))  # type: ignore[union-attr]
+            before = [axes.index(axis) for axis in range(len(dims))]
+            low, high = ([sides[a] for a in before] for sides in (attrs.low, attrs.high))  # type: ignore[union-attr]
+            padded = pad(seen.inputs[0], low=low, high=high, value=attrs.value)  # type: ignore[union-attr]
+            return (transpose(padded, axes=axes),)  # type: ignore[return-value]
+        low, high = attrs.low, attrs.high  # type: ignore[union-attr]
+        if low[-1] or high[-1] or not places.is_row_major(node.inputs[0]):
+            return keep(node, inputs)
+        flat = reshape(inputs[0], dims=(*dims[:-2], dims[-2] * dims[-1]))  # pixels of a row are one run
+        low, high = ((*sides[:-2], sides[-2] * dims[-1]) for sides in (low, high))
+        padded = pad(flat, low=low, high=high, value=attrs.value)  # type: ignore[union-attr]
+        return (reshape(padded, dims=node.shapes[0].dims),)  # type: ignore[return-value]
 
     return new
 
