@@ -263,6 +263,24 @@ def tensordot(x: Value, y: Operand, axes: int | tuple[Sequence[int], Sequence[in
 
 
 @function
+def det(x: Value) -> Value:
+    """Determinants of matrices [..., n, n]: each step takes the row with the greatest first element as the pivot, and leaves the
+    matrix of one row and one column less. For small n: steps are unrolled."""
+    if x.rank < 2 or x.dims[-1] != x.dims[-2]:
+        raise ShapeError(f"a determinant is of square matrices, got {x!r}")
+    n, out = known_dim(x, -1), full(x.dims[:-2], 1, x.dtype)
+    for size in range(n, 0, -1):
+        at = ops.argmax(ops.abs(x[..., :1]), axis=-2, keepdims=True)
+        row = ops.gather_elements(x, ops.broadcast_to(at, dims=(*x.dims[:-2], 1, size)), axis=-2)
+        pivot = row[..., :1]
+        out = out * ops.where(ops.equal(at, 0), pivot, -pivot)[..., 0, 0]
+        chosen = ops.equal(ops.iota(dims=(size, 1)), at)
+        rest = ops.where(chosen, x[..., :1, :], x)[..., 1:, :]  # the first row takes the place of the pivot's
+        x = rest[..., 1:] - rest[..., :1] / ops.where(ops.equal(pivot, 0), 1, pivot) * row[..., 1:]
+    return out
+
+
+@function
 def einsum(subscripts: str, *operands: Operand) -> Value:
     """numpy's einsum: "bik,bkj->bij", "...i,i", "ii" (the trace). Each pair of operands is one matmul; the pair with the smallest
     result beside its operands comes first."""
@@ -414,7 +432,7 @@ FUNCTIONS |= {
                                                             high=math.inf if a_max is None else a_max),
 }  # fmt: skip
 __all__ = [
-    "arange", "dot", "einsum", "expand_dims", "eye", "flip", "full", "full_like", "isfinite", "isinf", "linspace", "log10",
+    "arange", "det", "dot", "einsum", "expand_dims", "eye", "flip", "full", "full_like", "isfinite", "isinf", "linspace", "log10",
     "log2", "logaddexp", "moveaxis", "ones", "ones_like", "outer", "repeat", "roll", "square", "stack", "std", "swapaxes",
     "tensordot", "tile", "tril", "triu", "var", "zeros", "zeros_like",
 ]  # fmt: skip

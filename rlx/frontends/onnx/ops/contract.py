@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from rlx.frontends.onnx.call import Call
 from rlx.frontends.onnx.table import handler
 from rlx.ir import functions, ops
-from rlx.ir.node import Value, constant
+from rlx.ir.node import Value
 
 _UNROLLED = 64  # rows of a matrix whose determinant is unrolled
 
@@ -46,21 +44,6 @@ def einsum(n: Call) -> Value:
 
 @handler("Det")
 def determinant(n: Call) -> Value:
-    """By elimination: each step takes the row with the greatest element of a column as the pivot, and clears it from all rows,
-    so that used rows are zeros. The sign is that of the order of the pivots."""
-    x, (rows, columns) = n.value(0), n.sizes(0)[-2:]
-    if rows != columns or rows > _UNROLLED:
-        n.refuse(f"the determinant of {rows} × {columns} is not supported: square matrices of at most {_UNROLLED} rows are")
-    place = constant(np.arange(rows)[:, None])
-    unused, out = constant(np.ones((rows, 1), x.dtype.numpy)), constant(1, x.dtype)
-    for column in range(columns):
-        own = x[..., column : column + 1]
-        at = ops.argmax(ops.where(ops.less(0, unused), ops.abs(own), -1.0), axis=-2, keepdims=True)
-        chosen = ops.equal(place, at).astype(x.dtype)
-        pivot_row = ops.sum(x * chosen, axis=-2, keepdims=True)
-        pivot = pivot_row[..., column : column + 1]
-        skipped = ops.sum(unused * ops.less(place, at).astype(x.dtype), axis=-2, keepdims=True)
-        out = out * pivot * (1.0 - 2.0 * ops.rem(skipped, 2.0))
-        x = x - own / ops.where(ops.equal(pivot, 0), 1.0, pivot) * pivot_row
-        unused = unused * (1.0 - chosen)
-    return ops.squeeze(out, axes=(-2, -1)) if rows else ops.broadcast_to(out, dims=n.dims(0)[:-2])
+    if max(n.sizes(0)[-2:]) > _UNROLLED:
+        n.refuse(f"the determinant of {n.sizes(0)[-2]} rows is not supported: of at most {_UNROLLED} it is")
+    return functions.det(n.value(0))

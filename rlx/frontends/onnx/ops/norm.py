@@ -11,9 +11,8 @@ from rlx.frontends.onnx.call import Call
 from rlx.frontends.onnx.ops.elementwise import dtype_of
 from rlx.frontends.onnx.ops.shape import known_dim
 from rlx.frontends.onnx.table import handler
-from rlx.ir import ops
-from rlx.ir.dtype import i64
-from rlx.ir.node import Value, constant
+from rlx.ir import functions, ops
+from rlx.ir.node import Value
 
 
 @handler("BatchNormalization", since=7)
@@ -64,8 +63,7 @@ def _normed(norm: Callable[..., Value], x: Value, affine: list[Value], axis: int
 
 @handler("InstanceNormalization", since=6)
 def instance_normalization(n: Call) -> Value:
-    x, scale, bias = n.values()
-    return ops.group_norm(x, scale, bias, groups=known_dim(n, 0, 1), eps=n.attr("epsilon", 1e-5))
+    return functions.instance_norm(*n.values(), eps=n.attr("epsilon", 1e-5))
 
 
 @handler("GroupNormalization", since=18)
@@ -81,12 +79,7 @@ def group_normalization(n: Call) -> Value:
 
 @handler("LpNormalization")
 def lp_normalization(n: Call) -> Value:
-    """Lines of norm 0 give zeros."""
-    x, axis = n.value(0), n.axis(-1)
-    square = n.attr("p", 2) == 2
-    size = ops.sum(x * x if square else ops.abs(x), axis=axis, keepdims=True)
-    size = ops.sqrt(size) if square else size
-    return ops.where(ops.equal(size, 0), constant(0, x.dtype), x / size)
+    return functions.lp_normalize(n.value(0), p=n.attr("p", 2), axis=n.axis(-1))
 
 
 @handler("MeanVarianceNormalization", since=9)
@@ -98,12 +91,8 @@ def mean_variance_normalization(n: Call) -> Value:
 
 @handler("LRN")
 def local_response(n: Call) -> Value:
-    """x divided by a power of the sum of squares over neighbouring channels."""
-    x, size, channels = n.value(0), n.attr("size"), known_dim(n, 0, 1)
-    low, high = (tuple(amount if i == 1 else 0 for i in range(x.rank)) for amount in ((size - 1) // 2, size // 2))
-    squares = ops.pad(x * x, low=low, high=high)
-    total: Any = sum((squares[:, i : i + channels] for i in range(1, size)), squares[:, :channels])
-    return x / ops.pow(total * (n.attr("alpha", 1e-4) / size) + n.attr("bias", 1.0), constant(n.attr("beta", 0.75), x.dtype))
+    alpha, beta, k = n.attr("alpha", 1e-4), n.attr("beta", 0.75), n.attr("bias", 1.0)
+    return functions.local_response_norm(n.value(0), n.attr("size"), alpha=alpha, beta=beta, k=k)
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
@@ -121,15 +110,5 @@ def cross_entropy(n: Call) -> tuple[Value, Value]:
 
 
 def _loss(n: Call, logs: Value) -> Value:
-    """Minus the log-likelihood of each label, times the weight of its class; labels that are `ignore_index` count nothing."""
-    labels, ignored = ops.unsqueeze(n.value(1).astype(i64), axes=(1,)), n.attr("ignore_index", None)
-    hot = ops.equal(ops.iota(dims=(1, known_dim(n, 0, 1), *(1,) * (logs.rank - 2)), axis=1), labels)
-    if ignored is not None:
-        hot = ops.logical_and(hot, ops.not_equal(labels, ignored))
-    weight = n.value(2).reshape((-1, *(1,) * (logs.rank - 2))) if n.has(2) else constant(1, logs.dtype)
-    weights = ops.where(hot, weight, constant(0, logs.dtype))
-    losses = -ops.sum(ops.where(hot, logs * weight, constant(0, logs.dtype)), axis=1)
-    how = n.attr("reduction", "mean")
-    if how == "none":
-        return losses
-    return ops.sum(losses) / ops.sum(weights) if how == "mean" else ops.sum(losses)
+    ignore, reduction = n.attr("ignore_index", None), n.attr("reduction", "mean")
+    return functions.nll_loss(logs, n.value(1), n.maybe(2), ignore=ignore, reduction=reduction)
