@@ -40,7 +40,7 @@ def _column_major(places: Value, sizes: Ints) -> Value:
 @handler("AveragePool", since=7)
 def average_pool(n: Call) -> Value:
     at = windows(n, n.attr("kernel_shape"))
-    facts = at.facts | {"high": at.high, "extra": at.extra}
+    facts: dict[str, Any] = at.facts | {"high": at.high, "extra": at.extra}
     return ops.avg_pool(n.value(0), window=at.window, count_padding=bool(n.attr("count_include_pad", 0)), **facts)
 
 
