@@ -143,7 +143,7 @@ def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
     return Target(
         name="cuda", dtypes=frozenset(DTYPES), features=(arch,), vector_bytes=16, threads=multiprocessors * THREADS_EACH,
         points_per_thread=BLOCKS / THREADS_EACH, point_elements=4096, cache_bytes=8 * COLUMNS, line_bytes=128, stores_narrow=True,
-        few_kernels=True, rest_bytes=REST_BYTES, alignment=256,
+        channels_last=True, few_kernels=True, rest_bytes=REST_BYTES, alignment=256,
         natives={"attention": attention.claim, "dequant_matmul": packed.claim, "segment_matmul": packed.claim_segments},
         packs={"dequant_matmul": packed.packs, "segment_matmul": packed.packs},
         followed=frozenset({"attention", "dequant_matmul", "segment_matmul"}), computes=_computes,
