@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import numpy as np
+import onnx
 import pytest
 
 import rlx
@@ -78,3 +79,73 @@ def test_weights_take_the_memory_that_they_take_in_the_own_network(file):
     plans = [rlx.Session("cpu").plan(g).regions for g in (graph, bert.build(bert.BertConfig(**SIZES), *IDS.shape))]
     made, own = (sum(plan[r] for r in ("params", "prepared", "constants")) for plan in plans)
     assert made < 1.05 * own
+
+
+# -- texts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small encoder as a Hugging Face folder, and in it the same network as onnx/model.onnx."""
+    import shutil
+
+    from transformers import BertConfig, BertModel
+
+    place, source = tmp_path_factory.mktemp("encoder"), rlx.models.default_folder()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, place)
+    torch.manual_seed(1)
+    net = BertModel(BertConfig(**{**SIZES, "vocab_size": 30522}), add_pooling_layer=False).eval()
+    net.save_pretrained(place)
+
+    class Hidden(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, input_ids, attention_mask, token_type_ids):
+            return self.net(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)[0]
+
+    (place / "onnx").mkdir()
+    names = ["input_ids", "attention_mask", "token_type_ids"]
+    given = tuple(torch.ones(1, 4, dtype=torch.int64) for _ in names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            Hidden().eval(), given, place / "onnx" / "model.onnx", input_names=names, dynamo=False,
+            output_names=["last_hidden_state"], dynamic_axes={name: {0: "batch", 1: "tokens"} for name in names},
+        )  # fmt: skip
+    return place
+
+
+def test_texts_are_embedded_as_by_the_folder_of_the_model(folder, capsys):
+    from rlx.frontends.load import load_encoder
+    from tests.sentences import sentences
+
+    texts = [t[:60] for t in sentences(12)]
+    own, onnx_file = load_encoder(folder), load_encoder(folder / "onnx" / "model.onnx")
+    assert onnx_file.dim == own.dim == 64 and onnx_file.max_length == own.max_length == 32
+    np.testing.assert_allclose(onnx_file.embed(texts), own.embed(texts), rtol=1e-4, atol=1e-5)
+    assert onnx_file.memory(1, 8)["arena"] > 0
+    with pytest.raises(rlx.errors.Unsupported, match="keeps its executables"):
+        onnx_file.save("file")
+
+
+def test_the_command_embeds_with_onnx_models(folder, capsys):
+    from rlx.cli.main import run
+
+    with pytest.raises(SystemExit) as done:
+        run(["embed", "--model", str(folder / "onnx" / "model.onnx"), "one text", "another"])
+    assert not done.value.code and "2 texts -> float32 [2, 64]" in capsys.readouterr().out
+
+
+def test_models_that_are_no_encoders_are_refused(folder, tmp_path):
+    from rlx.frontends.onnx.encoder import OnnxEncoder
+    from tests.test_onnx import linear
+
+    onnx.save(linear()[0], tmp_path / "net.onnx")
+    with pytest.raises(rlx.errors.ModelError, match="has the inputs 'x': an encoder has input_ids"):
+        OnnxEncoder(tmp_path / "net.onnx")
+    (tmp_path / "model.onnx").write_bytes((folder / "onnx" / "model.onnx").read_bytes())
+    with pytest.raises(rlx.errors.ModelError, match=r"needs a tokenizer\.json, in its folder or the one above"):
+        OnnxEncoder(tmp_path / "model.onnx")

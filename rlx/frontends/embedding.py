@@ -191,16 +191,24 @@ class EmbeddingModel(Shown):
     def _run(self, batch: Batch, tokens: list[list[int]]) -> np.ndarray:
         compiled, parts = self._compile(batch.rows, batch.length)
         rows = -(-batch.rows // self.ranks) * self.ranks
-        ids = np.full((rows, batch.length), self.config.pad_token_id, np.int32)
+        ids = np.full((rows, batch.length), self.pad_token_id, np.int32)
         mask = np.zeros((rows, batch.length), np.bool_)
         mask[:, 0] = True  # softmax needs at least one token: filler rows and empty texts see one padding token
         for row, text in enumerate(tokens):
             ids[row, : len(text)] = text
             mask[row, : len(text)] = True
-        inputs = {"input_ids": ids, "attention_mask": mask}
+        inputs = self._feeds(ids, mask)
         with self.seconds.spent("run"):
             (out,) = compiled.run(inputs if parts is None else parts.shards(inputs, self.rank))
         return out[: len(tokens)]
+
+    @property
+    def pad_token_id(self) -> int:
+        return self.config.pad_token_id
+
+    def _feeds(self, ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
+        """The inputs of the network, by name."""
+        return {"input_ids": ids, "attention_mask": mask}
 
     def _compile(self, rows: int, length: int) -> tuple[CompiledGraph, Partitioned | None]:
         """The executable for this shape, cached or compiled now, and its partition among ranks (rows padded to a multiple)."""
@@ -266,10 +274,10 @@ def _read_config(folder: Path) -> bert.BertConfig:
     config = read_json(folder / "config.json")
     if (family := config.get("model_type")) not in ENCODERS:
         raise ModelError(f"{folder}: model_type {family!r} is not an encoder; supported: {known(ENCODERS)}")
-    return bert.BertConfig.parse(config, *_read_pooling(folder))
+    return bert.BertConfig.parse(config, *read_pooling(folder))
 
 
-def _read_pooling(folder: Path) -> tuple[str, bool]:
+def read_pooling(folder: Path) -> tuple[str, bool]:
     """(pooling, normalise) from modules.json; without that file mean, not normalised, as in sentence-transformers."""
     path = folder / "modules.json"
     pooling, normalize = "mean", False

@@ -78,11 +78,16 @@ def _package(asked: str) -> Any:
 
 
 def load_encoder(path: str | PathLike[str], **how: Any) -> EmbeddingModel:
-    """An EmbeddingModel from a folder or an artifact file. `how`: its arguments; for a file, `session` and `options` may set
-    device and threads. ModelError: it holds something else."""
+    """An EmbeddingModel from a folder, an .onnx file or an artifact file. `how`: its arguments; for an artifact, `session` and
+    `options` may set device and threads. ModelError: it holds something else."""
     from rlx.frontends.embedding import EmbeddingModel
 
     place = model_path(path)
+    if place.suffix == ".onnx":
+        _package(str(place))
+        from rlx.frontends.onnx.encoder import OnnxEncoder
+
+        return OnnxEncoder(place, **how)
     return _stored(place, "encoder", **how) if begins_with(place) else EmbeddingModel(place, **how)
 
 

@@ -105,7 +105,7 @@ def build(config: BertConfig, batch: DimLike, length: DimLike, dtype: str = "f32
         inner = ACTIVATIONS[config.hidden_act](_linear(g, f"{layer}.intermediate.dense", x, config.intermediate_size))
         x = _norm(g, config, f"{layer}.output.LayerNorm", _linear(g, f"{layer}.output.dense", inner, hidden) + x)
 
-    pooled = _pool(config, x.reshape(batch, length, hidden), mask)
+    pooled = pool(x.reshape(batch, length, hidden), mask, config.pooling, config.normalize)
     g.set_outputs([pooled], names=["embedding"])
     return g
 
@@ -146,17 +146,17 @@ def _norm(g: Graph, config: BertConfig, name: str, x: Value) -> Value:
     return ops.layer_norm(x, scale, bias, eps=config.layer_norm_eps)
 
 
-def _pool(config: BertConfig, x: Value, mask: Value) -> Value:
-    """[batch, length, hidden] -> [batch, hidden]: the mean over tokens that are not padding, or the first token."""
+def pool(x: Value, mask: Value, kind: str, normalize: bool) -> Value:
+    """[batch, length, hidden] -> [batch, hidden]: the mean over tokens that are not padding, or the first token ("cls")."""
     batch, length, _ = x.dims
     x = x.astype("f32")
-    if config.pooling == "cls":
+    if kind == "cls":
         pooled = x[:, 0]
     else:
         weight = mask.astype("f32").reshape(batch, length, 1)
         count = ops.maximum(ops.sum(weight, axis=1), 1.0)  # [batch, 1]
         pooled = ops.sum(x * weight, axis=1) / count
-    if config.normalize:
+    if normalize:
         norm = ops.sqrt(ops.sum(pooled * pooled, axis=1, keepdims=True))
         pooled = pooled / ops.maximum(norm, 1e-12)  # the lower bound of torch's normalize
     return pooled

@@ -98,7 +98,7 @@ class OnnxModel(Shown):
     def compile(self, dims: Mapping[str, int] | None = None, values: Mapping[str, Any] | None = None) -> CompiledGraph:
         """An executable with the weights, for these sizes of named dims, and these contents or Shapes of inputs. All executables
         of a model share the weights."""
-        return self._compiled(self.graph(dims, values))
+        return self.compiled(self.graph(dims, values))
 
     def executable(self, inputs: Mapping[str, Any]) -> CompiledGraph | None:
         """The executable that a run on these inputs uses, compiled if need be. None: all outputs are known without a run."""
@@ -223,10 +223,11 @@ class OnnxModel(Shown):
     def _signature(self, importer: Importer) -> _Compiled:
         graph = importer.graph
         trees = [_tree(x, (name for name, _ in flat(info.name, x))) for info, x in zip(self._outputs, importer.outputs)]
-        compiled = self._compiled(graph) if graph.outputs or graph.assigns else None
+        compiled = self.compiled(graph) if graph.outputs or graph.assigns else None
         return _Compiled(compiled, tuple(str(v.name) for v in graph.inputs), tuple(trees), importer.cuts, importer.rows)
 
-    def _compiled(self, graph: Graph) -> CompiledGraph:
+    def compiled(self, graph: Graph) -> CompiledGraph:
+        """An executable of a graph of this model, perhaps with more ops, with the weights that all executables share."""
         compiled = self.session.compile(graph, self.options, self._params, self._handles)
         compiled.set_params({name: graph.weights[name] for name in compiled.missing_params()})
         return compiled
