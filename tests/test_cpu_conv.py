@@ -303,7 +303,8 @@ def test_a_residual_is_added_to_groups_of_channels() -> None:
     ("x", "w", "given", "reason"),
     [((1, 5, 5, 8), (3, 3, 8, 4), {}, "a product of windows"), ((1, 8, 5, 5), (8, 1, 3, 3), {"groups": 8}, "channels"),
      ((1, 5, 5, 8), (3, 3, 1, 16), {"groups": 8, "channels_last": True}, "groups of"),
-     ((1, 5, 5, 5, 4), (3, 3, 3, 1, 4), {"groups": 4, "channels_last": True}, "1 or 2 spatial dims")],
+     ((1, 5, 5, 5, 4), (3, 3, 3, 1, 4), {"groups": 4, "channels_last": True}, "1 or 2 spatial dims"),
+     ((1, 9999, 4), (1000, 1, 4), {"groups": 4, "channels_last": True}, "1000 elements of 1 channels are too many")],
 )  # fmt: skip
 def test_other_convolutions_say_why_they_are_not_claimed(x: tuple, w: tuple, given: dict, reason: str) -> None:
     g = rlx.Graph("other")

@@ -30,6 +30,8 @@ from rlx.records import record
 
 GROUPS = (1, 2, 4, 8, 16, 32)  # channels of a group; more are products, of a matrix for each group
 SPREAD = 8  # channels of a group whose channels are spread one by one, in a loop
+MOST_ACROSS = 16  # positions of a tile
+MOST_PRODUCTS = 1 << 13  # multiply-adds in the code of a kernel: with more it takes seconds to compile
 HEAVY = 6  # weight of an epilogue that is a loop over the tile's positions, instead of a copy for each
 MULTIPLY_GRAIN = GRAIN // 4  # multiply-adds of a task: each loads more than those of a product
 
@@ -44,6 +46,10 @@ def claim(node: Node) -> str | None:
         return f"the direct kernel takes [batch, *spatial, channels] with 1 or 2 spatial dims, not {x.shape}"
     if w.dims[-2] not in GROUPS or w.dims[-1] != x.dims[-1]:
         return f"the direct kernel has groups of {GROUPS} channels in x and in the result, not {w.shape} in {attrs.groups} groups"
+    wide, channels = w.shape.static[-3], min(w.shape.static[-2], SPREAD)
+    edges = 2 * wide + 3 if attrs.each("dilation", x.rank - 2)[-1] > 1 else 5  # tiles with code of their own
+    if edges * MOST_ACROSS * wide * channels > MOST_PRODUCTS:
+        return f"the direct kernel unrolls a row of the window, and {wide} elements of {channels} channels are too many"
     return None
 
 
@@ -102,7 +108,7 @@ class _Grouped(Module):
         self.vector_bytes, self.features = target.vector_bytes, target.features
         self.lanes = target.vector_bytes // max(4, acc.dtype.itemsize)
         self.group = self.w.dims[-2]
-        sums = registers_of(target) // 2
+        sums = min(MOST_ACROSS, registers_of(target) // 2)
         self.across = -(-self.wide.out // -(-self.wide.out // sums)) if self.wide.out else 1
         self.vectors = max(1, min(sums // self.across, self.channels // self.lanes))
         self.blocks = self.channels // (self.vectors * self.lanes)
