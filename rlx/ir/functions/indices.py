@@ -207,13 +207,14 @@ def depth_to_space(x: Value, block: int, order: Literal["dcr", "crd"] = "dcr") -
 
 
 @function
-def space_to_depth(x: Value, block: int) -> Value:
-    """x [batch, channels, height, width] with each block of pixels moved into the channels (block, block, depth)."""
+def space_to_depth(x: Value, block: int, order: Literal["dcr", "crd"] = "dcr") -> Value:
+    """x [batch, channels, height, width] with each block of pixels moved into the channels, in the order of depth_to_space."""
     b, c, h, w = x.dims[0], *(known_dim(x, i) for i in (1, 2, 3))
-    if h % block or w % block:
-        raise AttributeValueError(f"{x!r} has no whole blocks of {block} x {block}")
+    if h % block or w % block or order not in ("dcr", "crd"):
+        raise AttributeValueError(f"whole blocks of {block} x {block} of {x!r}, order 'dcr' or 'crd', got {order!r}")
     apart = ops.reshape(x, dims=(b, c, h // block, block, w // block, block))
-    return ops.reshape(ops.transpose(apart, axes=(0, 3, 5, 1, 2, 4)), dims=(b, c * block**2, h // block, w // block))
+    axes = (0, 3, 5, 1, 2, 4) if order == "dcr" else (0, 1, 3, 5, 2, 4)
+    return ops.reshape(ops.transpose(apart, axes=axes), dims=(b, c * block**2, h // block, w // block))
 
 
 @function

@@ -191,12 +191,8 @@ def depth_to_space(n: Call) -> Value:
 @handler("SpaceToDepth")
 def space_to_depth(n: Call) -> Value:
     """`mode`, from opset 28 on, is that of DepthToSpace."""
-    block, x = n.attr("blocksize"), functions.space_to_depth(n.value(0), n.attr("blocksize"))
-    if n.attr("mode", "DCR") == "DCR":
-        return x
-    b, c, h, w = x.dims
-    apart = x.reshape((b, block**2, known_dim(n, 0, 1), h, w))
-    return ops.transpose(apart, axes=(0, 2, 1, 3, 4)).reshape((b, c, h, w))
+    order: Any = n.attr("mode", "DCR").lower()
+    return functions.space_to_depth(n.value(0), n.attr("blocksize"), order=order)
 
 
 # -- padding -----------------------------------------------------------------------------------------------------------
