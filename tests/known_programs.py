@@ -245,7 +245,7 @@ def text_of(name: str) -> str:
     parts: list[str] = []
     for what, target, program in programs(name):
         parts.append(f"==== {what}  [{target}]\n{program_text(program)}")
-        kernels = {id(s.kernel): s.kernel for steps in program.phases.values() for s in steps}
+        kernels = {id(s.kernel): s.kernel for steps in program.every_phase.values() for s in steps}
         for kernel in kernels.values():
             here, known = f"{kernel.name} of {what}", (target, kernel_key(kernel))
             if (first := seen.setdefault(known[1], here)) == here and known in codes:
@@ -258,8 +258,8 @@ def text_of(name: str) -> str:
 
 
 def code_of(kernel: Kernel, target: Target) -> str:
-    """The LLVM IR, or CUDA C++, generated for `kernel`; "" where every rank runs a function of the package in its place."""
-    if kernel.collective:
+    """The LLVM IR, or CUDA C++, generated for `kernel`; "" where it is a collective, or runs sub-programs."""
+    if kernel.collective or kernel.flow:
         return ""
     if target.name != "cuda":
         return render(kernel, target, "kernel").text
@@ -318,8 +318,8 @@ def write_ir(folder: Path) -> None:
     """LLVM IR, or CUDA C++, of every kernel of every set, a file for each distinct one."""
     for name in SETS:
         for what, target, program in programs(name):
-            kernels = {kernel_key(s.kernel): s.kernel for steps in program.phases.values() for s in steps}
-            for kernel in (k for k in kernels.values() if not k.collective):
+            kernels = {kernel_key(s.kernel): s.kernel for steps in program.every_phase.values() for s in steps}
+            for kernel in (k for k in kernels.values() if not (k.collective or k.flow)):
                 place = folder / re.sub(r"\W+", "-", f"{name} {what} {target}")
                 place.mkdir(parents=True, exist_ok=True)
                 ending = "cu" if target == HOPPER else "ll"

@@ -132,6 +132,7 @@ APPLIES = [
         lambda x: x.astype("f64").transpose(1, 2, 0).astype(x.dtype).transpose(2, 0, 1),
         FLOATS[1:],
     ),
+    ("take_known_rows", lambda x: ops.take_rows(x, constant(0), count=2), FLOATS),
     ("fold_constants", lambda x: constant(np.arange(3.0)) * 2.0 + 1.0, ("f32",)),
     ("take_known_rows", lambda x: ops.take_rows(constant(np.arange(6.0).reshape(3, 2)), 1, count=2), ("f32",)),
     ("drop_neutral", lambda x: ops.logical_and(constant(np.ones((3, 1), bool)), x), ("bool",)),

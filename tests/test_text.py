@@ -232,7 +232,7 @@ MALFORMED = [
     ("graph", 1, "the graph's name"),
     ("graph g", 1, "expected return"),
     ("module g\n", 1, "graph NAME"),
-    ("graph g\ngraph h", 2, "input, param"),
+    ("graph g\ngraph h", 2, "the number of a sub-graph"),
     (HEAD + "  bogus", 4, "input, param, handle, %N, assign, update or return, found 'bogus'"),
     (HEAD + "  active %x ((0, 1, 2, 1),)", 4, "input, param, handle, %N"),
     (HEAD + "  extent %x\n  extent %x", 5, "input, param, handle, %N"),

@@ -9,11 +9,12 @@ from typing import NamedTuple
 from rlx.compiler.check import check_program
 from rlx.compiler.compilation import Compilation
 from rlx.compiler.concurrent import group_concurrent
+from rlx.compiler.control import Flow, carried_in_place, lower_control
 from rlx.compiler.facts import Facts, facts_of
 from rlx.compiler.fuse import fuse
 from rlx.compiler.groups import Group, print_groups
-from rlx.compiler.lowering import Lowered, lower_group
-from rlx.compiler.memory import no_pairs, plan_arena
+from rlx.compiler.lowering import Extra, Lowered, Place, lower_group
+from rlx.compiler.memory import moments, no_pairs, plan_arena
 from rlx.compiler.options import CompileOptions
 from rlx.compiler.pipeline import keep_text, run_passes
 from rlx.compiler.routers import routers
@@ -39,57 +40,73 @@ class Assembled(NamedTuple):
     made: dict[str, list[Group | Value]]
 
 
-def assembled(graph: Graph, target: Target, options: CompileOptions) -> Assembled:
-    """The program of `graph`. Raises CompileError, VerifyError or OptionError."""
+def assembled(graph: Graph, target: Target, options: CompileOptions, nested: bool = False) -> Assembled:
+    """The program of `graph`. Raises CompileError, VerifyError or OptionError. `nested`: as in Compilation."""
     stages: dict[str, str] = {}
     graphs: dict[str, Graph] = {}
-    compilation = Compilation(target, options)
+    compilation, key = Compilation(target, options, nested), _Keys()
     facts = facts_of(run_passes(graph, compilation, stages if options.wants_text else None, graphs=graphs), compilation)
     groups = fuse(facts)
     if options.wants_text:
         keep_text(stages, "groups", facts.graph.name, print_groups(groups, facts.graph), options)
-    made: dict[Group | Value, Lowered] = {group: lower_group(group, facts) for group in groups}
+    inner = replace(options, dims={}, extent=None, handles=(), verbose=False, dump=None)
+    flows = {
+        g: lower_control(g, facts, lambda body: assembled(body, target, inner, nested=True).program, key.of)
+        for g in groups if g.anchor is not None and g.anchor.op.kind is Kind.CONTROL
+    }  # fmt: skip
+    made: dict[Group | Value, Lowered] = {g: flows[g].lowered if g in flows else lower_group(g, facts) for g in groups}
     copies = ((handle, facts.places.base(v)) for handle, v in facts.graph.assigns if facts.memory(v) is v)
     made |= {handle: Lowered(copy_kernel(handle), (base, handle)) for handle, base in copies}
     made = _scheduled(_shared(made), facts, stages)
     lowered = {group: made[group] for group in groups}
     reports = _reports(graphs["bind_dims"], facts, lowered)
     commit = {key: x for key, x in made.items() if isinstance(key, Value)}
-    assembler = _Assembler(facts, lowered, commit)
+    assembler = _Assembler(facts, lowered, commit, key, flows)
     program = assembler.program(graph, stages, reports)
-    check_program(program)
-    return Assembled(program, facts, assembler.ids, assembler.made)
+    check_program(program, nested)
+    ids = {v: number for v, number in assembler.ids.items() if isinstance(v, Value)}
+    return Assembled(program, facts, ids, assembler.made)
 
 
 class _Assembler:
     """Numbers the buffers, turns kernels into steps, and plans the arena."""
 
-    def __init__(self, facts: Facts, lowered: dict[Group, Lowered], commit: dict[Value, Lowered]) -> None:
-        """`lowered`: the groups in execution order, each with its kernel. `commit`: copies of next states into handles."""
+    def __init__(
+        self, facts: Facts, lowered: dict[Group, Lowered], commit: dict[Value, Lowered], key: _Keys, flows: dict[Group, Flow]
+    ) -> None:
+        """`lowered`: the groups in execution order, each with its kernel. `commit`: copies of next states into handles. `flows`:
+        those of the groups that run sub-programs."""
         self.facts, self.lowered, self.commit, self.target = facts, lowered, commit, facts.target
         self.options = facts.compilation.options
         self.output_bases = {facts.places.base(v) for v in facts.graph.outputs}
-        self.ids: dict[Value, int] = {}
+        self.ids: dict[Place, int] = {}
         self.buffers: list[BufferDecl] = []
         self.made: dict[str, list[Group | Value]] = {}
-        self._keys: dict[Node, str] = {}
+        self.key, self.flows = key.of, flows
+        self._named: dict[str, int] = {}  # prepared buffers of sub-programs
 
     def program(self, source: Graph, stages: dict[str, str], reports: tuple[NodeReport, ...]) -> Program:
         graph, places = self.facts.graph, self.facts.places
         inputs, params, handles = (tuple(map(self.id, leaves)) for leaves in (graph.inputs, graph.params, graph.handles))
-        undo = {u.undo.node: u for u in graph.updates}
+        undo = {u.undo.node: u for u in graph.updates if u.undo is not None}
         groups = [g for g in self.lowered if g.anchor not in undo]
         prepare, made = (tuple(self.step(self.lowered[g]) for g in groups if g.static is ahead) for ahead in (True, False))
+        lifted = self.lifted()
+        prepare = (*prepare, *(step for _, step in lifted))
         apart = "concurrent" in self.options.disable
         order = [(i, False) for i in range(len(made))] if apart else group_concurrent(made, self.target)
         steps = tuple(replace(made[i], concurrent=concurrent) for i, concurrent in order)
         commit = tuple(map(self.step, self.commit.values()))
+        if self.facts.compilation.nested:
+            steps, commit = map(tuple, carried_in_place(steps, commit, self.buffers, moments))
         run = [g for g in groups if not g.static]
         run = [run[i] for i, _ in order]
-        self.made = {"prepare": [g for g in groups if g.static], "steps": [*run], "commit": [*self.commit]}
+        ahead: list[Group | Value] = [*(g for g in groups if g.static), *(g for g, _ in lifted)]
+        self.made = {"prepare": ahead, "steps": [*run], "commit": [*self.commit]}
         self.made["abort"] = [g for g in self.lowered if g.anchor in undo]
         saving = {v: i for i, g in enumerate(run) for v in g.stores}
-        abort = tuple((saving[undo[g.anchor].saved], self.step(x)) for g, x in self.lowered.items() if g.anchor in undo)
+        undone = ((undo[g.anchor].saved, x) for g, x in self.lowered.items() if g.anchor in undo)
+        abort = tuple((saving[saved], self.step(x)) for saved, x in undone if saved is not None)
         chosen = tuple(self.router(v, params) for v, params in routers(self.facts))
         named = zip(graph.output_names, graph.outputs, graph.output_actives, strict=True)
         outputs = tuple(OutputDecl(name, self.id(places.base(v)), v.shape, a) for name, v, a in named)
@@ -104,12 +121,32 @@ class _Assembler:
         )
         return Program(
             source.name, self.target, tuple(self.buffers), prepare, steps, commit, inputs, params, handles, outputs, plan,
-            abort, chosen, None if graph.extent is None else self.id(graph.extent.leaf), stages, reports,
+            abort, chosen, None if graph.extent is None else self.id(graph.extent.leaf), tuple(self.facts.bodies), stages,
+            reports,
         )  # fmt: skip
 
-    def id(self, base: Value) -> int:
+    def lifted(self) -> list[tuple[Group, Step]]:
+        """The steps of sub-programs that depend on params alone; those that two sub-programs have in common once."""
+        found: list[tuple[Group, Step]] = []
+        for group, flow in self.flows.items():
+            for kernel, args in flow.ahead:
+                step = Step(kernel, tuple(map(self.id, args)))
+                if not any(step.writes & other.writes for _, other in found):
+                    found.append((group, step))
+        return found
+
+    def extra(self, place: Extra) -> int:
+        if place.region is Region.PREPARED and place.name in self._named:
+            return self._named[place.name]
+        number = self._named[place.name] = len(self.buffers)
+        self.buffers.append(BufferDecl(number, place.region, place.shape, place.name, place.data, place.layout))
+        return number
+
+    def id(self, base: Place) -> int:
         """The number of the buffer that holds `base`."""
-        if base not in self.ids:
+        if base not in self.ids and isinstance(base, Extra):
+            self.ids[base] = self.extra(base)
+        elif base not in self.ids and isinstance(base, Value):
             node = base.node
             number = self.ids[base] = len(self.buffers)
             region = LEAF_REGIONS.get(node.op) or self.computed_region(base)
@@ -135,13 +172,19 @@ class _Assembler:
     def step(self, lowered: Lowered) -> Step:
         return Step(lowered.kernel, tuple(map(self.id, lowered.args)))
 
-    def key(self, node: Node) -> str:
-        """A name for a value computed from params, made of its computation: equal in all programs that compute it alike."""
+
+class _Keys:
+    """A name for a value computed from params, made of its computation: equal in all programs that compute it alike."""
+
+    def __init__(self) -> None:
+        self._keys: dict[Node, str] = {}
+
+    def of(self, node: Node) -> str:
         if node not in self._keys:
             is_data = node.op is CONSTANT
             attrs = hashlib.sha256(node.attrs.data.tobytes()).hexdigest() if is_data else repr(node.attrs)  # type: ignore[union-attr]
             own = [node.op.name, attrs, repr(node.shapes), *([node.name or ""] if node.op is PARAM else [])]
-            own += [f"{self.key(v.node)}[{v.index}]" for v in node.inputs]
+            own += [f"{self.of(v.node)}[{v.index}]" for v in node.inputs]
             self._keys[node] = f"{node.op.name}:{hashlib.sha256('|'.join(own).encode()).hexdigest()[:24]}"
         return self._keys[node]
 
@@ -154,7 +197,8 @@ def _shared(made: dict[Group | Value, Lowered]) -> dict[Group | Value, Lowered]:
 
 def _scheduled(made: dict[Group | Value, Lowered], facts: Facts, stages: dict[str, str]) -> dict[Group | Value, Lowered]:
     """The kernels as the target orders them. The texts of those that it changes are two stages: "lower" and "schedule"."""
-    ordered = {kernel: facts.target.schedule(kernel) for kernel in {x.kernel: None for x in made.values()}}
+    kernels = {x.kernel: None for x in made.values()}
+    ordered = {kernel: kernel if kernel.flow else facts.target.schedule(kernel) for kernel in kernels}
     out = {key: x._replace(kernel=ordered[x.kernel]) for key, x in made.items()}
     changed = [(made[key].kernel, x.kernel) for key, x in out.items() if x.kernel is not made[key].kernel]
     for before, after in changed:
@@ -189,7 +233,8 @@ def _reports(source: Graph, facts: Facts, lowered: dict[Group, Lowered]) -> tupl
     out = [report(n, how, why=why) for n, how, why in decided if how == "decomposed"]
     views = {n: None for n in facts.nodes if n.op.kind is Kind.VIEW and n not in facts.places.computed}
     for group, (kernel, _) in lowered.items():
-        native = "collective" if kernel.collective else "native" if isinstance(kernel.body[0], K.Native) else "lowered"
+        whole = isinstance(kernel.body[0], K.Native) and kernel.flow is None
+        native = "collective" if kernel.collective else "native" if whole else "lowered"
         for i, node in enumerate(n for n in group.nodes if n not in views):
             how = "prepared" if group.static else native if node is group.anchor else "lowered"
             out.append(report(node, how, kernel.name, decide(node)[1] or group.why * (i == 0)))

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 
+from rlx.compiler.check_flow import flow_faults
 from rlx.errors import PlanError
 from rlx.ir import kernel as K
 from rlx.ir.access import Access, accesses
+from rlx.ir.attrs import FlowAttrs
 from rlx.ir.program import BufferDecl, Program, Region, Step
 from rlx.ir.shape import contiguous_strides
 
@@ -26,14 +28,15 @@ _MAY_WRITE = {
 }  # fmt: skip
 
 
-def check_program(program: Program) -> None:
-    """Raise PlanError listing every fault of the program's offsets, arguments and order of steps."""
-    if bad := program_faults(program):
+def check_program(program: Program, nested: bool = False) -> None:
+    """Raise PlanError listing every fault of the program's offsets, arguments and order of steps, and of its bodies. `nested`: it
+    is a body, whose states are values that a loop carries: nothing restores them."""
+    if bad := program_faults(program, nested=nested):
         found = "\n  ".join(bad)
         raise PlanError(f"program {program.name!r} for {program.target.name} has a bad plan:\n  {found}\n{program}")
 
 
-def program_faults(program: Program, replay: bool = True) -> list[str]:
+def program_faults(program: Program, replay: bool = True, nested: bool = False) -> list[str]:
     """Every fault found, as sentences. Empty: the program is sound. `replay`: check the steps too, which needs the kernels."""
     bad: list[str] = []
     decls = {b.id: b for b in program.buffers}
@@ -43,14 +46,20 @@ def program_faults(program: Program, replay: bool = True) -> list[str]:
     _check_routers(program, decls, bad)
     _check_offsets(program, decls, bad)
     facts: dict[K.Kernel, _Facts] = {}
-    _check_updates(program, bad)
+    if not nested:
+        _check_updates(program, bad)
+    for i, body in enumerate(program.bodies):
+        bad += [f"body {i}, {body.name}: {fault}" for fault in program_faults(body, replay, nested=True)]
     for phase, steps in program.phases.items():
         for at, step in enumerate(steps):
             if step.kernel not in facts:
                 facts[step.kernel] = _Facts(step.kernel)
             if step.concurrent and (phase != "steps" or not at):
                 bad.append(f"{phase}[{at}] {step.kernel.name}: only later steps of a run may be concurrent with the step before")
-            _check_arguments(f"{phase}[{at}] {step.kernel.name}", phase, step, facts[step.kernel], decls, bad)
+            where = f"{phase}[{at}] {step.kernel.name}"
+            _check_arguments(where, phase, step, facts[step.kernel], decls, bad)
+            if step.kernel.flow is not None:
+                bad += [f"{where}: {fault}" for fault in flow_faults(program, step.kernel)]
     if replay and not bad:  # the replay needs valid offsets and arguments
         _Replay(program, facts, bad).run()
     return bad
@@ -287,6 +296,8 @@ def _overwrites_after_reading(facts: _Facts, r: int, w: int) -> bool:
     kernel, accesses = facts.kernel, facts.accesses
     if kernel.collective:
         return kernel.collective.attrs.in_place  # type: ignore[union-attr]
+    if kernel.flow:
+        return _copies_once(kernel.flow, r, w)
     read, written = kernel.buffers[r], kernel.buffers[w]
     if read.dtype.itemsize != written.dtype.itemsize:
         return False
@@ -299,6 +310,12 @@ def _overwrites_after_reading(facts: _Facts, r: int, w: int) -> bool:
         return not mine and bool(its)
     (signature,) = signatures
     return signature is not None and _one_to_one(signature) and all(_precedes(a, b) for a in mine for b in its)
+
+
+def _copies_once(flow: FlowAttrs, r: int, w: int) -> bool:
+    """The first that a step does with argument r is to copy it to w, and nothing reads r afterwards."""
+    again = {n for wire in flow.wires for n in wire} | {flow.test}
+    return [(a, b) for a, b in flow.copies if a == r] == [(r, w)] and r not in again
 
 
 _Signature = tuple[int, tuple[tuple[int, int], ...]]

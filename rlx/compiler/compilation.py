@@ -22,13 +22,14 @@ class Compilation:
 
     target: Target
     options: CompileOptions
+    nested: bool = False  # of a sub-graph: its states are values that a loop carries, and nothing restores them
     _decisions: dict[Node, tuple[str, str]] = field(default_factory=dict, init=False, repr=False)
     _static: dict[Node, bool] = field(default_factory=dict, init=False, repr=False)
 
     def decide(self, node: Node) -> tuple[str, str]:
         """(how, why) of one node: "native", "kept" (core), "decomposed", or "refused". The target is asked once about a node."""
         if (found := self._decisions.get(node)) is None:
-            found = self._decisions[node] = _decide(node, self.target)
+            found = self._decisions[node] = _decide(node, self.target, "control" not in self.options.disable)
         return found
 
     def is_native(self, node: Node) -> bool:
@@ -48,7 +49,9 @@ class Compilation:
         return self._static[node]
 
 
-def _decide(node: Node, target: Target) -> tuple[str, str]:
+def _decide(node: Node, target: Target, control: bool) -> tuple[str, str]:
+    """`control`: control flow may stay."""
+    control = control and target.control
     for value in (*node.inputs, *node.results):
         if value.dtype.name not in target.dtypes:
             return "refused", f"no {value.dtype.name} on this target; it has {known(target.dtypes)}"
@@ -56,9 +59,10 @@ def _decide(node: Node, target: Target) -> tuple[str, str]:
     reason = claim(node) if claim is not None else ""
     if reason is None:
         return "native", ""
-    if node.op.kind is Kind.CONTROL and not target.control:
+    if node.op.kind is Kind.CONTROL and (getattr(node.attrs, "limit", -1) in (0, 1) or not control):
         why = getattr(node.attrs, "why_not_unrolled", "")
-        return "refused" if why else "decomposed", why or "this device has no control flow"
+        if not why or not control:
+            return "refused" if why else "decomposed", why
     if node.op.kind is not Kind.COMPOSITE:
         return "kept", reason
     if node.op.decompose is None:

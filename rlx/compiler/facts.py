@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import field
 
 from rlx.compiler.compilation import Compilation
 from rlx.compiler.layout import Places
 from rlx.compiler.padding import active_axes
 from rlx.ir.graph import Active, Graph, Node, Value
+from rlx.ir.program import Program
 from rlx.ir.target import Target
 from rlx.ir.updates import run_before
 from rlx.records import record
@@ -29,6 +31,7 @@ class Facts:
     active: Mapping[Value, Active]
     before: Mapping[Node, Sequence[Node]]
     over: Mapping[Value, Value]
+    bodies: list[Program] = field(default_factory=list)  # sub-programs of control flow lowered so far
 
     @property
     def target(self) -> Target:
@@ -41,7 +44,7 @@ class Facts:
 
 def facts_of(graph: Graph, compilation: Compilation) -> Facts:
     """The facts of a graph after the passes."""
-    over = {v: u.handle for u in graph.updates for v in (u.result, u.undo)}
+    over = {v: u.handle for u in graph.updates for v in (u.result, u.undo) if v is not None}
     return Facts(graph, compilation, graph.nodes(), Places(graph), active_axes(graph), run_before(graph), over)
 
 

@@ -24,7 +24,7 @@ from rlx.ir.shape import contiguous_strides
 
 MAX_NODES = 48  # nodes per kernel: keeps expressions shallow and kernels quick to compile
 MAX_EVALUATIONS = 32  # node evaluations per element: a node read at several coordinates is recomputed at each, with its operands
-_ANCHORS = (Kind.KERNEL, Kind.CONTRACT, Kind.COLLECTIVE)
+_ANCHORS = (Kind.KERNEL, Kind.CONTRACT, Kind.COLLECTIVE, Kind.CONTROL)
 FEW = 4  # elements that a pointwise reader computes again rather than have a kernel do so, where kernels are to be few
 MIN_ROWS = 2  # per grid point that the target needs: with fewer, distributing whole rows leaves threads idle
 SHARED_ROWS = 32  # of a reader: with more, multiplying takes longer than reading the weights
@@ -54,8 +54,8 @@ class _Fuser:
         self.computes = not self.alone and "operands" not in off
         self.followed = frozenset() if "followers" in off else facts.target.followed
         self.after = dict(facts.before)
-        self.updated = {v.node for u in graph.updates for v in (u.result, u.undo)}
-        self.saved = {u.saved.node for u in graph.updates}
+        self.updated = {v.node for u in graph.updates for v in (u.result, u.undo) if v is not None}
+        self.saved = {u.saved.node for u in graph.updates if u.saved is not None}
         self.nodes = self.in_order(graph)
         exchanges = [n for n in self.nodes if n.op.kind is Kind.COLLECTIVE]
         if len(exchanges) > 1:  # collectives run in graph order, whatever is fused: the same order on every rank

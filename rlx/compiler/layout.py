@@ -23,7 +23,7 @@ class Places:
         self.nodes = graph.nodes()
         self.computed: set[Node] = set()
         self.orders: dict[Value, tuple[int, ...]] = {}  # base -> strides, where not row-major
-        exchanged = [n for n in self.nodes if n.op.kind is Kind.COLLECTIVE]  # need row-major memory
+        exchanged = [n for n in self.nodes if n.op.kind in (Kind.COLLECTIVE, Kind.CONTROL)]  # need row-major memory
         observed = [v for n in self.nodes if n.op.observed for v in n.results]  # read by the runtime
         self._fixed = _under_views([*graph.roots(), *observed, *(v for n in exchanged for v in (*n.inputs, *n.results))])
         self.tiles: dict[Value, TiledLayout] = {}  # tiled values, and views that only permute their axes

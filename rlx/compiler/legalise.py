@@ -54,7 +54,7 @@ def bind_dims(graph: Graph, compilation: Compilation) -> Graph:
     out.inputs, out.params, out.handles = ([done[v] for v in group] for group in (graph.inputs, graph.params, graph.handles))
     out.outputs, out.output_names = [done[v] for v in graph.outputs], list(graph.output_names)
     out.assigns, out.in_place = [(done[h], done[v]) for h, v in graph.assigns], set(graph.in_place)
-    out.updates = [u.renamed(done) for u in graph.updates]
+    out.updates = [u.renamed(done.__getitem__) for u in graph.updates]
     if options.extent is not None:
         name, _ = options.extent
         named = ((done[v], tuple(i for i, d in enumerate(v.dims) if name in _dim_names(d))) for n in nodes for v in n.results)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from rlx.compiler.element import ZERO, KernelBuilder, aligned, collapsed, split
 from rlx.compiler.facts import Facts
 from rlx.compiler.groups import Group
@@ -22,8 +24,11 @@ from rlx.ir import kernel as K
 from rlx.ir.dtype import f32, index_
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import k
-from rlx.ir.layout import Layout
+from rlx.ir.layout import Layout, TiledLayout
 from rlx.ir.op import Kind
+from rlx.ir.program import Region
+from rlx.ir.shape import Shape
+from rlx.records import record
 
 LEAST_LINES = 4  # cache lines of f32 that a loop walks, at least, if it is a separate one that skips padding
 MOST_LOADS_AGAIN = 2  # a value that needs more loads than this is kept, not recomputed
@@ -62,11 +67,25 @@ class _Points:
         return k.mul(self.grid[-1][0], inner), inner, each
 
 
+@record(eq=False)
+class Extra:
+    """A buffer that is no value of the graph around a sub-graph: its constant, its prepared weight, or its arena."""
+
+    region: Region
+    shape: Shape
+    name: str
+    data: np.ndarray | None = None
+    layout: TiledLayout | None = None
+
+
+Place = Value | Extra
+
+
 class Lowered(NamedTuple):
     """A kernel and the base values bound to its buffers, in argument order."""
 
     kernel: K.Kernel
-    args: tuple[Value, ...]
+    args: tuple[Place, ...]
 
 
 def lower_group(group: Group, facts: Facts) -> Lowered:

@@ -29,7 +29,7 @@ def state(graph: Graph, compilation: Compilation) -> Graph:
         reason = _refusal(graph, handle, value, found.get(value.node, ()), accepted)
         if reason is None:
             accepted[value.node] = found[value.node]
-            out.updates.append(_update(handle, value))
+            out.updates.append(Update(handle, value, None, None) if compilation.nested else _update(handle, value))
         elif handle.name in graph.in_place:
             raise CompileError(f"graph {graph.name!r}: handle {handle.name!r} cannot be updated in place: {reason}")
     return out

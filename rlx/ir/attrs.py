@@ -55,3 +55,30 @@ def attribute_types(attrs: type[Attrs]) -> dict[str, Any]:
 
 class CollectiveAttrs(Attrs):
     """Attributes of a core op in which all ranks take part. A kernel that calls an op with such attributes is a collective."""
+
+
+FLOW = "flow"  # the op of a Native (rlx.ir.kernel) that has FlowAttrs
+
+
+class FlowAttrs(Attrs):
+    """How a step runs sub-programs (Program.bodies), in arguments of its kernel. A branch has two `bodies`, and runs the first if
+    `test` holds; a loop has one, and a `count`: the number of the iteration.
+
+    `wires`: for each body, the argument that is each of its params, then of its handles. `copies`: (from, to) before anything
+    runs: a loop carries `to`. `zeroed`: arguments that are zero then. A loop ends when `count` is `limit` (-1: none), or `test`
+    (-1: none) does not hold. `scratch`: the arena of the bodies (-1: they have none)."""
+
+    bodies: tuple[int, ...]
+    wires: tuple[tuple[int, ...], ...]
+    copies: tuple[tuple[int, int], ...] = ()
+    zeroed: tuple[int, ...] = ()
+    test: int = -1
+    count: int = -1
+    limit: int = -1
+    scratch: int = -1
+
+    @property
+    def in_place(self) -> frozenset[tuple[int, int]]:
+        """The (read, written) arguments that may share memory: what is copied, if nothing else reads it."""
+        used = [n for wire in self.wires for n in wire] + [n for n, _ in self.copies] + [self.test]
+        return frozenset(pair for pair in self.copies if used.count(pair[0]) == 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
 from rlx.errors import DuplicateNameError, GraphError, ShapeError
@@ -40,16 +40,17 @@ class Extent(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One state updated in place (rlx/ir/updates.py)."""
+    """One state updated in place (rlx/ir/updates.py). What a loop carries needs no way back: `saved` and `undo` are None."""
 
     handle: Value
     result: Value
-    saved: Value
-    undo: Value
+    saved: Value | None
+    undo: Value | None
 
-    def renamed(self, new: Mapping[Value, Value]) -> Update:
-        """The same update in another graph; `self`'s values are mapped to their replacements there."""
-        return Update(self.handle, *(new[v] for v in self[1:]))
+    def renamed(self, new: Callable[[Value], Value]) -> Update:
+        """The same update in another graph; `new` gives the replacement of a value there."""
+        saved, undo = (None if v is None else new(v) for v in self[2:])
+        return Update(self.handle, new(self.result), saved, undo)
 
 
 class Building:
@@ -171,7 +172,7 @@ class Building:
     def roots(self) -> list[Value]:
         """All values that a run must compute: outputs, next states, and those that undo updates in place."""
         undone = [*(u.saved for u in self.updates), *(u.undo for u in reversed(self.updates))]
-        return self.outputs + [v for _, v in self.assigns] + undone
+        return self.outputs + [v for _, v in self.assigns] + [v for v in undone if v is not None]
 
     def nodes(self) -> list[Node]:
         """Every node a run needs, and every declared leaf, operands before users."""
@@ -203,7 +204,7 @@ class Building:
             REPLACING.source = outer
         out, now = self.copy(name), lambda v: done[v.node][v.index]
         out.outputs, out.assigns = [now(v) for v in self.outputs], [(h, now(v)) for h, v in self.assigns]
-        out.updates = [Update(u.handle, *map(now, u[1:])) for u in self.updates]
+        out.updates = [u.renamed(now) for u in self.updates]
         return out
 
     def copy(self, name: str | None = None) -> Self:

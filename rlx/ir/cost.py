@@ -14,6 +14,7 @@ from functools import cached_property
 
 from rlx.ir import kernel as K
 from rlx.ir.access import accesses
+from rlx.ir.attrs import FlowAttrs
 from rlx.ir.kernel import COMPARISONS, EXTREMES, Alu, Buffer, Contract, Expr, Kernel, Let, Loop, Sort, Stmt, Var, walk
 from rlx.ir.op import OPS
 from rlx.ir.program import Program, Region, received_bytes
@@ -118,8 +119,24 @@ def program_work(program: Program) -> ProgramWork:
             for what, n, counts in (("read", t.once, arg in outer), ("written", t.written, arg in kept)):
                 if counts:
                     needed[arg, what] = max(needed.get((arg, what), 0), n * size)
+        if (flow := step.kernel.flow) is not None:
+            read, written, operations = _flow_work(program, flow)
         rows.append(KernelWork(step.kernel.name, read, written, least, operations, received_bytes(step.kernel)))
     return ProgramWork(tuple(rows), sum(needed.values()))
+
+
+def _flow_work(program: Program, flow: FlowAttrs) -> tuple[int, int, int | None]:
+    """Bytes read and written, and operations, of a step that runs bodies: of the larger branch, of all iterations of a loop. If
+    data says how many these are, the bytes of one, and no operations."""
+    inner = [program_work(program.bodies[number]).kernels for number in flow.bodies]
+    known = flow.count == -1 or flow.test == -1
+    times = flow.limit if flow.count != -1 and known else 1
+    read, written = (max(sum(w) for w in by) * times for by in zip(*(
+        ([k.read_bytes for k in kernels], [k.written_bytes for k in kernels]) for kernels in inner
+    )))  # fmt: skip
+    counts = [[k.flops for k in kernels] for kernels in inner]
+    sums = [sum(n for n in body if n is not None) for body in counts if None not in body]
+    return read, written, max(sums) * times if known and len(sums) == len(inner) else None
 
 
 def touched(kernel: Kernel) -> dict[Buffer, Touched]:
@@ -168,7 +185,7 @@ def flops(kernel: Kernel) -> int | None:
     counts = [_flops(kernel.body)] if not any(isinstance(s, K.Native) for s in kernel.body) else []
     for s in kernel.body:
         if isinstance(s, K.Native):
-            if (count := OPS[s.op].flops) is None:
+            if s.op not in OPS or (count := OPS[s.op].flops) is None:
                 return None
             counts.append(count([v.dims for v in s.inputs], s.results) + math.prod(n for _, n in s.axes) * _flops(s.epilogue))
     return points(kernel) * sum(counts)

@@ -1,4 +1,5 @@
-"""Kernel IR: one compiled function as loops over typed buffers. The IR is closed: a renderer handles all of it.
+"""Kernel IR: one compiled function as loops over typed buffers. The IR is closed: a renderer handles all of it. All its records
+are in this file, of more than 500 lines, since each refers to others.
 
 A Kernel runs its body once for every point of `grid` (points are independent; a backend spreads them over threads or
 blocks). Expressions are immutable and may be shared; a renderer emits a shared one once per scope. Arithmetic happens in
@@ -21,7 +22,7 @@ from dataclasses import field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from rlx.ir.attrs import Attrs, CollectiveAttrs
+from rlx.ir.attrs import Attrs, CollectiveAttrs, FlowAttrs
 from rlx.ir.dtype import DType, bool_, c64, f32, i64, index_
 from rlx.records import record
 
@@ -348,6 +349,12 @@ class Kernel:
     def collective(self) -> Native | None:
         """The collective that this kernel runs, or None."""
         return next((s for s in self.body[:1] if isinstance(s, Native) and isinstance(s.attrs, CollectiveAttrs)), None)
+
+    @property
+    def flow(self) -> FlowAttrs | None:
+        """How this kernel runs sub-programs, or None: it computes by itself."""
+        attrs = next((s.attrs for s in self.body[:1] if isinstance(s, Native)), None)
+        return attrs if isinstance(attrs, FlowAttrs) else None
 
 
 Grid = tuple[tuple[Var, int], ...]

@@ -11,10 +11,11 @@ from typing import TypeVar
 
 from rlx.errors import GraphError, ParseError
 from rlx.ir import kernel as K
+from rlx.ir.attrs import FLOW, FlowAttrs, attribute_types
 from rlx.ir.dtype import DType, bool_, index_
 from rlx.ir.expression_parse import ExpressionParser
 from rlx.ir.kernel_text import LEVELS
-from rlx.ir.op import OPS, Attrs
+from rlx.ir.op import OPS, Attrs, fits
 
 B = TypeVar("B", bound=K.Buffer | K.Local)
 
@@ -347,12 +348,20 @@ class KernelParser(ExpressionParser):
         return K.Native(op, made, inputs, outputs, tuple(axes), acc, self.block(depth + 1) if acc else ())
 
     def attributes(self, op: str, given: dict[str, object]) -> Attrs | None:
+        if op == FLOW:
+            return self.flow(given)
         if op not in OPS:
             return self.error(f"no op is called {op!r}, so it has no attributes") if given else None
         try:
             return OPS[op].make_attrs(given) if given or OPS[op].attrs else None
         except (GraphError, ValueError, TypeError, OverflowError) as e:
             self.error(str(e), e)
+
+    def flow(self, given: dict[str, object]) -> FlowAttrs:
+        types = attribute_types(FlowAttrs)
+        if set(given) != set(types) or not all(fits(value, types[name]) for name, value in given.items()):
+            self.error(f"a flow has the attributes {', '.join(types)}: integers, and tuples of them")
+        return FlowAttrs(**given)  # type: ignore[arg-type]
 
     def views(self) -> tuple[K.View, ...]:
         return tuple(self.listed(self.view)) if self.kind == "word" and self.text != "at" else ()

@@ -33,6 +33,8 @@ def may_overlap(kernel: Kernel) -> frozenset[tuple[int, int]]:
     """(read argument, written argument) pairs that may share memory. Arguments are positions in kernel.buffers."""
     if kernel.collective:
         return frozenset({(0, 1)} if kernel.collective.attrs.in_place else ())  # type: ignore[union-attr]
+    if kernel.flow:
+        return kernel.flow.in_place
     found = accesses(kernel)
     opaque = {a.buffer for a in found if a.index is None or a.again}  # the order of accesses to its elements is unknown
     pairs = set()

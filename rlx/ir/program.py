@@ -131,6 +131,7 @@ class Program(Shown):
     abort: tuple[tuple[int, Step], ...] = ()  # (n, step): undoes an update in place when a run fails after steps[n]
     routers: tuple[RouterDecl, ...] = ()  # operands first: the layers in forward order
     extent: int | None = None  # if set, the last of `inputs`: i64 (), the number of valid rows of the active axes
+    bodies: tuple[Program, ...] = ()  # sub-programs, which steps run (Kernel.flow). See `body_faults` in rlx.compiler.check
     stages: dict[str, str] = field(default_factory=dict, compare=False, repr=False)  # pass name -> text after it
     nodes: tuple[NodeReport, ...] = field(default=(), compare=False, repr=False)
 
@@ -147,6 +148,12 @@ class Program(Shown):
         """The steps of each phase by its name."""
         undo = tuple(step for _, step in self.abort)
         return {"prepare": self.prepare, "steps": self.steps, "commit": self.commit, "abort": undo}
+
+    @property
+    def every_phase(self) -> dict[str, tuple[Step, ...]]:
+        """The steps of each phase, those of the bodies too: "body0.steps", "body0.body1.commit"."""
+        inner = {f"body{i}.{name}": s for i, b in enumerate(self.bodies) for name, s in b.every_phase.items()}
+        return self.phases | inner
 
     @cached_property
     def sources(self) -> tuple[frozenset[str], ...]:
@@ -200,7 +207,7 @@ def kernel_labels(program: Program) -> dict[Kernel, str]:
     """A label for each kernel of a program: NAME, or NAME@2 for the second of that name. Kernels of equal text share a label."""
     labels: dict[str, str] = {}  # by text
     count: Counter[str] = Counter()
-    kernels = {kernel: print_kernel(kernel) for kernel in (s.kernel for steps in program.phases.values() for s in steps)}
+    kernels = {kernel: print_kernel(kernel) for kernel in (s.kernel for steps in program.every_phase.values() for s in steps)}
     for kernel, text in kernels.items():
         if text not in labels:
             count[kernel.name] += 1
@@ -208,9 +215,10 @@ def kernel_labels(program: Program) -> dict[Kernel, str]:
     return {kernel: labels[text] for kernel, text in kernels.items()}
 
 
-def print_program(program: Program, full: bool = True) -> str:
+def print_program(program: Program, full: bool = True, labels: dict[Kernel, str] | None = None) -> str:
     """The text of a program: buffers with their locations, kernels, and the steps of each phase. `parse_program` (in
-    rlx.ir.program_parse) reads it back, given the large constants. Not `full`: without kernels and constant data."""
+    rlx.ir.program_parse) reads it back, given the large constants. Not `full`: without kernels and constant data. `labels`: of
+    the kernels of the program around this one."""
     plan = program.plan
     lines = [f"program {name_text(program.name)} for {name_text(program.target.name)}"]
     least = f"unshared {plan.unshared_bytes}, at least {plan.lower_bound_bytes}"
@@ -230,8 +238,10 @@ def print_program(program: Program, full: bool = True) -> str:
         params = f" of {', '.join(map(name_text, r.params))}" if r.params else ""
         ahead = f" ahead {r.ahead}" if r.ahead else ""
         lines.append(f"router %{r.buffer} {r.shape}{_active_text(r.active)} experts {r.experts}{ahead}{params}")
-    labels = kernel_labels(program)
+    labels = kernel_labels(program) if labels is None else labels
     lines += dict.fromkeys(map(print_kernel, labels)) if full else ()
+    for body in program.bodies:
+        lines += [f"  {line}" for line in print_program(body, full=False, labels=labels).split("\n")]
     for phase, steps in program.phases.items():
         lines.append(f"{phase}:")
         for n, s in enumerate(steps):

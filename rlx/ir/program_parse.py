@@ -22,6 +22,7 @@ from rlx.ir.target import Target
 from rlx.ir.tokens import name_text
 
 PHASES = ("prepare", "steps", "commit", "abort")
+MOST_INDENT = 16
 REGIONS = {r.value: r for r in Region}
 
 
@@ -43,8 +44,24 @@ class _Parser(KernelParser):
         self.decls: list[BufferDecl] = []
         self.offsets: dict[int, int] = {}
         self.kernels: dict[str, Kernel] = {}
+        self.indent = 0  # levels of the program's own lines
 
     def program(self) -> Program:
+        found = self.one()
+        self.skip_blank()
+        return found if self.ended else self.fail("nothing after the phase abort")
+
+    def body(self) -> Program:
+        """A sub-program, which has the kernels of the one around it."""
+        outside = self.decls, self.offsets, self.indent
+        self.decls, self.offsets, self.indent = [], {}, self.depth
+        if self.indent > MOST_INDENT:
+            self.error("sub-programs are in each other too deep")
+        found = self.one()
+        self.decls, self.offsets, self.indent = outside
+        return found
+
+    def one(self) -> Program:
         self.skip_blank()
         self.expect("program", "program NAME")
         name = self.name("the program's name")
@@ -65,10 +82,10 @@ class _Parser(KernelParser):
             routers.append(self.router())
         while self.text == "kernel":
             self.add_kernel()
+        bodies: list[Program] = []
+        while self.text == "program":
+            bodies.append(self.body())
         phases = [self.phase(phase) for phase in PHASES]
-        self.skip_blank()
-        if not self.ended:
-            self.fail("nothing after the phase abort")
         *others, undone = phases
         prepare, steps, commit = (tuple(step for _, step in phase) for phase in others)
         if wrong := [at for at, _ in undone if not 0 <= at < len(steps)]:
@@ -76,7 +93,7 @@ class _Parser(KernelParser):
         plan = ArenaPlan(self.offsets, *sizes)
         return Program(
             name, self.target, tuple(self.decls), prepare, steps, commit, inputs, params, handles, tuple(outputs), plan,
-            tuple(undone), tuple(routers), extent,
+            tuple(undone), tuple(routers), extent, tuple(bodies),
         )  # fmt: skip
 
     def plan(self) -> tuple[int, ...]:
@@ -197,7 +214,7 @@ class _Parser(KernelParser):
         self.expect(":")
         self.advance()
         found: list[tuple[int, Step]] = []
-        while not self.ended and (self.kind == "end" or self.depth == 1):
+        while not self.ended and (self.kind == "end" or self.depth == self.indent + 1):
             if self.kind != "end":
                 found.append(self.step(phase))
             self.advance()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rlx.ir.building import Building
+from rlx.ir.building import Building, Update
 from rlx.ir.node import Node, Value, same_values
 from rlx.ir.op import Kind
 
@@ -50,10 +50,15 @@ def update_faults(graph: Building) -> Iterator[str]:
             yield f"{update}: {u.result!r} is not the assigned value of the handle"
         if u.result.node.op.update is None or u.result.node.inputs[0] is not u.handle:
             yield f"{update}: {u.result!r} does not replace a part of the handle"
-        elif u.undo.node.op is not u.result.node.op or not same_values(u.undo.node.inputs[:2], (u.result, u.saved)):
+        elif u.undo is not None and not _restores(u, u.undo):
             yield f"{update}: {u.undo!r} does not restore {u.saved!r}"
     if graph.updates and (late := _cyclic(graph)) is not None:
         yield f"{late!r} reads a state that is updated in place, but depends on the new state"
+
+
+def _restores(u: Update, undo: Value) -> bool:
+    """True if `undo` is the same op on the result, with the saved part."""
+    return undo.node.op is u.result.node.op and u.saved is not None and same_values(undo.node.inputs[:2], (u.result, u.saved))
 
 
 def _cyclic(graph: Building) -> Node | None:

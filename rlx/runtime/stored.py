@@ -21,6 +21,7 @@ from rlx.compiler.options import CompileOptions
 from rlx.driver.backend import Artifact, Backend, Storable
 from rlx.errors import CorruptFileError, RlxError, known
 from rlx.host.disk import DAMAGED, FRESH, disk_cache, source_digest
+from rlx.ir.attrs import FLOW, FlowAttrs, attribute_types
 from rlx.ir.body import every_node
 from rlx.ir.cost import KernelWork, ProgramWork, program_work
 from rlx.ir.dtype import DTYPES
@@ -28,16 +29,17 @@ from rlx.ir.graph import Active, Graph
 from rlx.ir.kernel import Buffer, Kernel, Native, View, loaded_buffers
 from rlx.ir.keys import key_facts
 from rlx.ir.layout import TiledLayout
-from rlx.ir.op import OPS, Kind
+from rlx.ir.op import OPS, Kind, fits
 from rlx.ir.ops import OWN
 from rlx.ir.program import ArenaPlan, BufferDecl, NodeReport, OutputDecl, Program, Region, RouterDecl, Step
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
+from rlx.ir.text import NESTING
 from rlx.ir.tuning import NOT_TUNED, TunedStep, Tuning
 from rlx.runtime.report import CacheNote
 from rlx.runtime.weights import planned_bytes
 
-FORMAT = 2  # version of the entry format
+FORMAT = 3  # version of the entry format
 ADDRESSES = 1 << 47  # bytes that a process can address; a program that needs more is rejected before code is generated
 NEIGHBOURS = 8  # entries of the same graph that are compared to find the reason of a miss
 _LENGTH = 4  # bytes of the field that holds the head's length
@@ -195,6 +197,7 @@ def _described(p: Program) -> dict[str, Any]:
         "outputs": [(o.name, o.buffer, _shape(o.shape), o.active) for o in p.outputs],
         "routers": [(r.buffer, _shape(r.shape), r.experts, r.params, r.active, r.ahead) for r in p.routers],
         "offsets": list(p.plan.offsets.items()),
+        "bodies": [_described(body) for body in p.bodies],
         "plan": (p.plan.size_bytes, p.plan.alignment, p.plan.unshared_bytes, p.plan.lower_bound_bytes),
         "nodes": [(n.node, n.op, n.how, n.kernel, n.why) for n in p.nodes],
     }  # fmt: skip
@@ -204,6 +207,7 @@ def _kernel_described(kernel: Kernel) -> tuple[Any, ...]:
     loaded = loaded_buffers(kernel)
     op = kernel.collective
     together = None if op is None else (op.op, vars(op.attrs))  # the driver executes it: it has no machine code
+    together = (FLOW, vars(kernel.flow)) if kernel.flow else together  # nor has this: its bodies have
     return kernel.name, kernel.origin, [(b.name, b.dtype.name, b.size, b.writable, b in loaded) for b in kernel.buffers], together
 
 
@@ -215,8 +219,10 @@ def _shape(shape: Shape) -> tuple[Any, ...]:
     return shape.dtype.name, *shape.static
 
 
-def _program(d: dict[str, Any], target: Target, parts: Sequence[bytes]) -> tuple[Program, Sequence[bytes]]:
-    """The program, and the remaining parts after its constants."""
+def _program(d: dict[str, Any], target: Target, parts: Sequence[bytes], depth: int = 0) -> tuple[Program, Sequence[bytes]]:
+    """The program, and the remaining parts after its constants. `depth`: how many programs are around it."""
+    if depth > NESTING:
+        raise ValueError("sub-programs are in each other too deep")
     data = iter(parts)
     buffers = []
     for i, (region, shape, name, constant, tiles) in enumerate(d["buffers"]):
@@ -245,6 +251,7 @@ def _program(d: dict[str, Any], target: Target, parts: Sequence[bytes]) -> tuple
         as_text(d["name"]), target, tuple(buffers), phases["prepare"], phases["steps"], phases["commit"], inputs,
         _ids(d["params"]), _ids(d["handles"]), tuple(OutputDecl(*o) for o in outputs), plan,
         tuple(zip(saved, phases["abort"])), tuple(_router(*row) for row in d["routers"]), extent,
+        bodies=tuple(_program(body, target, (), depth + 1)[0] for body in d["bodies"]),
         nodes=tuple(NodeReport(*map(as_text, row)) for row in d["nodes"]),
     )  # fmt: skip
     return program, list(data)
@@ -275,12 +282,21 @@ def _kernel(name: str, origin: Sequence[str], rows: Sequence[Sequence[Any]], tog
     loaded = tuple(View(b, (b.size,), (1,)) for b, row in zip(buffers, rows) if row[4] is True)
     stored = tuple(View(b, (b.size,), (1,)) for b in buffers if b.writable)
     native = Native("compiled", None, loaded, stored)
-    if together is not None:
+    if together is not None and together[0] == FLOW:
+        flow = FlowAttrs(**{k: _tuples(v) for k, v in together[1].items()})
+        if not all(fits(getattr(flow, k), hint) for k, hint in attribute_types(FlowAttrs).items()):
+            raise ValueError(f"no flow: {str(together)[:100]}")
+        native = Native(FLOW, flow, loaded, stored)
+    elif together is not None:
         op = OPS[together[0]]
         if op.kind is not Kind.COLLECTIVE or (len(loaded), len(stored)) != (1, 1):
             raise ValueError(f"{together[0]} is not a collective of one operand")
         native = Native(op.name, op.make_attrs(together[1]), loaded, stored)
     return Kernel(as_text(name), buffers, (), (), (native,), tuple(map(as_text, origin)))
+
+
+def _tuples(x: Any) -> Any:
+    return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
 def _work(least: Any, rows: Sequence[Sequence[Any]]) -> ProgramWork:

@@ -18,7 +18,7 @@ ATTEND = -1  # returned by a run that succeeded, if `Pool.attend` should be call
 
 class Step(ctypes.Structure):
     """One step: fn(args, task, scratch, status) for every task in range(tasks). `after`: number of tasks of the later steps in
-    its group."""
+    its group; JUMP: the run continues after the step whose address fn has stored at args."""
 
     _fields_ = [("fn", P), ("args", P), ("tasks", I64), ("after", I64)]
 
@@ -44,6 +44,7 @@ class Control(ctypes.Structure):
     ]  # fmt: skip
 
 
+JUMP = -1
 BIAS = 1 << 16  # late threads subtract from this; at most two per thread and generation
 END = 1 << 15  # low half between runs
 GENERATION = 1 << 32  # one generation, in the high half

@@ -84,14 +84,15 @@ class CpuBackend:
         from rlx.backends.cpu.executable import CpuArtifact
 
         sections = dict(sections_of(program))
-        kernels = {id(k): k for k in (*(s.kernel for steps in program.phases.values() for s in steps), *sections.values())}
+        phases = program.every_phase
+        kernels = {id(k): k for k in (*(s.kernel for steps in phases.values() for s in steps), *sections.values())}
         keys = {i: kernel_key(kernel) for i, kernel in kernels.items()}
         chosen = {key: tuple(sorted(tiling.items())) for key, tiling in (tilings or {}).items()}
         jobs = {i: _Job(keys[i], program.target, chosen.get(keys[i], ()), kernel) for i, kernel in kernels.items()}
         slowest_first = sorted(dict.fromkeys(jobs.values()), key=lambda job: job.is_loops)
         found = dict(zip(slowest_first, at_once(_compiled, slowest_first, progress)))
         made = {job: found[job] for job in jobs.values()}
-        coded = {phase: [(s, made[jobs[id(s.kernel)]][0]) for s in steps] for phase, steps in program.phases.items()}
+        coded = {phase: [(s, made[jobs[id(s.kernel)]][0]) for s in steps] for phase, steps in phases.items()}
         alone = {i: made[jobs[id(kernel)]][0] for i, kernel in sections.items()}
         codes, objects = tuple(code for code, _ in made.values()), tuple(image for _, image in made.values())
         return CpuArtifact(program, codes, objects, coded, alone)
@@ -133,7 +134,7 @@ class CpuBackend:
         made = [Rendered(symbol, "", *whole(rest)) for symbol, *rest in code["codes"]]
         coded = {
             phase: [(s, made[i]) for s, i in zip(steps, whole(code["coded"][phase]), strict=True)]
-            for phase, steps in program.phases.items()
+            for phase, steps in program.every_phase.items()
         }
         if len(made) != len(parts) or not all(isinstance(c.symbol, str) for c in made):
             raise ValueError(f"{len(parts)} objects for {len(made)} kernels, or symbols that are no names")
@@ -191,6 +192,8 @@ def _generated(job: _Job) -> tuple[Rendered, bytes]:
 
     if job.kernel.collective:  # the executable supplies its function; the run waits: other threads need the GIL
         return Rendered("", f"; {job.kernel.collective.attrs}\n", 1, work_ns=WAITING_NS), b""
+    if job.kernel.flow:  # its rows are those of its bodies; how long they take depends on data
+        return Rendered("", f"; {job.kernel.flow}\n", 1, work_ns=WAITING_NS), b""
     symbol = f"rlx_{hashlib.sha256(job.key.encode()).hexdigest()[:16]}"
     code = render(job.kernel, job.target, symbol, dict(job.tiling))
     code = replace(code, work_ns=estimated_ns(job.kernel, job.target), may_fail=int(may_fail(job.kernel)))

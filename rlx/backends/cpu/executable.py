@@ -6,20 +6,19 @@ pool (rlx.backends.cpu.pool): the steps, then the commit, which is reached only 
 
 from __future__ import annotations
 
-import ctypes
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import numpy as np
 
 from rlx.backends.cpu import memory, pool
 from rlx.backends.cpu.abi import Rendered
-from rlx.backends.cpu.memory import Region as HostRegion
+from rlx.backends.cpu.table import AGREEING, Place, Rows, Surroundings, Table, joins
 from rlx.backends.shared.loaded import Loaded, check_fits, constants_of
 from rlx.driver.backend import Timeline
 from rlx.driver.exchange import Exchanges
@@ -27,10 +26,9 @@ from rlx.driver.experts import ExpertTiers, ResidencyStats
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
-from rlx.errors import IndexRangeError, PlanError
+from rlx.errors import PlanError
 from rlx.host.gate import FastCall
 from rlx.host.jit import load
-from rlx.ir.kernel import STATUS, Kernel
 from rlx.ir.program import BufferDecl, Program, Region, Step, kernel_labels
 from rlx.records import record
 
@@ -39,10 +37,7 @@ if TYPE_CHECKING:
     from rlx.backends.cpu.experts import ExpertSteps
     from rlx.backends.cpu.timing import Spans
 
-Surroundings: TypeAlias = "tuple[HostRegion, int, pool.Pool | None]"  # scratch, its bytes per thread, the threads
 SCRATCH_ALIGNMENT = 128  # bytes; threads then share no cache line, nor a pair of lines that is prefetched together
-SHARED_NS = 20_000  # groups of single tasks with this much estimated work are shared by threads: waking one costs time
-BEGINNING, AGREEING = "the barrier before the first step", "the barrier after the last step"
 
 
 @record
@@ -93,7 +88,7 @@ class CpuExecutable(Loaded):
         self._code, self._transport = code, transport
         if program.extent is not None:  # masked reads of padding that was never written are slow on unmapped pages
             memory.MEMORY.fill(self.arena.block, 0)
-        self._tables: WeakSet[_Table] = WeakSet()  # tables that outlive a call
+        self._tables: WeakSet[Table] = WeakSet()  # tables that outlive a call
         shared = any(c.tasks > 1 for c in code.artifact.codes) or any(joins(code.artifact.coded["steps"]))
         threads = program.target.threads if shared else 1
         self._pool = pool.pool(threads) if threads > 1 else None
@@ -187,7 +182,7 @@ class CpuExecutable(Loaded):
         if undo:
             self._table(undo)()
 
-    def _settle(self, table: _Table, status: int) -> None:
+    def _settle(self, table: Table, status: int) -> None:
         try:
             table.settle(status)
         except BaseException:
@@ -288,17 +283,17 @@ class CpuExecutable(Loaded):
             self.params.get(b.name, b.nbytes, partial(whole.part, at))
 
     @cached_property
-    def _steps(self) -> _Table:
+    def _steps(self) -> Table:
         return self._lasting("steps")
 
     @cached_property
-    def _commit(self) -> _Table:
+    def _commit(self) -> Table:
         return self._lasting("commit")
 
     def _coded(self, *phases: str) -> list[tuple[Step, Rendered]]:
         return [c for phase in phases for c in self._code.artifact.coded[phase]]
 
-    def _lasting(self, *phases: str, given: Mapping[int, int] | None = None) -> _Table:
+    def _lasting(self, *phases: str, given: Mapping[int, int] | None = None) -> Table:
         """A table of these phases that use_handles keeps current."""
         table = self._table(self._coded(*phases), given, commits="commit" in phases)
         self._tables.add(table)
@@ -307,12 +302,12 @@ class CpuExecutable(Loaded):
     def _table(
         self, coded: Sequence[tuple[Step, Rendered]], given: Mapping[int, int] | None = None,
         surroundings: Surroundings | None = None, commits: bool = False, spans: Spans | None = None,
-    ) -> _Table:  # fmt: skip
+    ) -> Table:  # fmt: skip
         """These steps, ready to run. `given`: addresses to use instead, for some buffers. `surroundings`: scratch and threads
         other than those of runs. `commits`: the steps of a run are followed by those of its commit. `spans`: measure each task.
 
         PlanError: a kernel's arguments are larger than the buffers it is given. Machine code cannot check: it sees no sizes."""
-        rows, moving, ends = _Rows(), list[tuple[int, int]](), len(self.program.steps)
+        rows, ends = Rows(), len(self.program.steps)
         exchange = self._exchange if any(step.kernel.collective for step, _ in coded) else None
         runs = bool(coded) and bool(ends) and coded[0][0] is self.program.steps[0]
         experts = self._experts.around if self._experts and runs else {}
@@ -326,134 +321,34 @@ class CpuExecutable(Loaded):
             name, sizes = step.kernel.name, [b.size * b.dtype.itemsize for b in step.kernel.buffers]
             if len(sizes) != len(step.args) or any(n > self.decls[a].nbytes for n, a in zip(sizes, step.args)):
                 raise PlanError(f"{self.program.name}: the buffers of {name} are larger than its arguments {step.args}")
+            if step.kernel.flow is not None:
+                args = [Place((given or {}).get(a) or self.address(a), a if a in self.entries else None) for a in step.args]
+                self._add_flow(rows, at, step, args, spans)
+                continue
             together = exchange and step.kernel.collective
             function, *more = exchange.step(together) if together else [self._code.library.address(code.symbol)]  # type: ignore[union-attr]
             head = [function, spans.address(at)] if spans else []
-            moving += [(place, a) for place, a in enumerate(step.args, len(rows.addresses) + len(head)) if a in self.entries]
+            rows.moving += [(at, a) for at, a in enumerate(step.args, len(rows.addresses) + len(head)) if a in self.entries]
             given_or_own = ((given or {}).get(a) or self.address(a) for a in step.args)
             row = (spans.function if spans else function, *head, *given_or_own, *more)
             rows.add(at, *row, kernel=step.kernel, tasks=code.tasks, joined=concurrent)
             rows.add_all(at + 1, behind)
         if exchange and len(coded) <= ends:
             rows.add_all(len(coded), (commits and exchange.agreement(), exchange.release()))
-        table = _Table(self.program.name, rows, surroundings or (self._scratch, self._code.scratch_stride, self._pool), exchange)
-        table.experts, table.moving = self._experts if experts else None, moving
+        table = Table(self.program.name, rows, surroundings or (self._scratch, self._code.scratch_stride, self._pool), exchange)
+        table.experts = self._experts if experts else None
         return table
 
+    def _add_flow(self, rows: Rows, at: int, step: Step, args: Sequence[Place], spans: Spans | None) -> None:
+        """The rows of a step that runs sub-programs; a measured one has its span around them."""
+        from rlx.backends.cpu.flow import FlowRows  # imported late: it generates code that most programs do not need
 
-class _Rows:
-    """The rows of a table while it is made. `steps`: (function, index of its first argument in `addresses`, tasks, whether the
-    row is in the group of the previous one). `kernels`: None for rows that are no steps of the program. `places`: the step of the
-    program at which, or in front of which, a row stands; -1: before the first."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[int, int, int, bool]] = []
-        self.addresses: list[int] = []
-        self.kernels: list[Kernel | None] = []
-        self.places: list[int] = []
-
-    def add(
-        self, place: int, function: int, *addresses: int, kernel: Kernel | None = None, tasks: int = 1, joined: bool = False
-    ) -> None:
-        self.steps.append((function, len(self.addresses), tasks, joined))
-        self.addresses += addresses
-        self.kernels.append(kernel)
-        self.places.append(place)
-
-    def add_all(self, place: int, rows: Iterable[Sequence[int] | Literal[False] | None]) -> None:
-        for row in rows:
-            if row:
-                self.add(place, *row)
-
-
-class _Table:
-    """The table of steps that the executor runs.
-
-    `call()` runs all of them and returns 0, or a status for `settle`. A table keeps the scratch alive, but no buffer."""
-
-    def __init__(self, program: str, rows: _Rows, surroundings: Surroundings, exchange: ExchangeCalls | None = None) -> None:
-        """`exchange`: keeps the functions of collectives alive."""
-        self._exchange = exchange
-        self.experts: ExpertSteps | None = None  # those of the rows, if any
-        self._program, (self._scratch, stride, self._pool) = program, surroundings
-        self._kernels, self._places = rows.kernels, rows.places
-        self.moving: list[tuple[int, int]] = []  # (index in `addresses`, buffer) of each argument that is a handle
-        self._addresses = np.array(rows.addresses, np.int64)
-        self._steps = np.array(rows.steps, np.int64).reshape(-1, 4)  # pool.Step
-        self._steps[:, 3] = tasks_after([tasks for _, _, tasks, _ in rows.steps], [joined for *_, joined in rows.steps])
-        most = self._steps[:, 2:].sum(axis=1).max(initial=0)
-        if most > pool.MAX_TASKS:
-            raise PlanError(f"{program}: a group of {most} tasks; the executor counts up to {pool.MAX_TASKS}")
-        self._steps[:, 1] = self._addresses.ctypes.data + 8 * self._steps[:, 1]
-        first, control = self._steps.ctypes.data, self._pool.address if self._pool and most > 1 else None
-        self._run = pool.Run(first, first + self._steps.nbytes, self._scratch.address, stride, control)
-        self.call = pool.callable_of(self._run)
-
-    def move(self, addresses: Mapping[int, int]) -> None:
-        """Replace the addresses of the handles among the arguments."""
-        for at, buffer in self.moving:
-            self._addresses[at] = addresses[buffer]
-
-    def __call__(self) -> None:
-        status = self.call()
-        if status:
-            self.settle(status)
-
-    @property
-    def address(self) -> int:
-        """The address of the Run."""
-        return ctypes.addressof(self._run)
-
-    @property
-    def failed(self) -> int:
-        """The step at which, or in front of which, the last failed run stopped; -1: before the first."""
-        return self._places[self._row]
-
-    @property
-    def _row(self) -> int:
-        return (self._run.failed - self._run.first) // ctypes.sizeof(pool.Step)
-
-    def settle(self, status: int) -> None:
-        """Act on the status of a run. IndexRangeError: a Check failed. CollectiveError: a collective failed."""
-        if status == pool.ATTEND and self._pool:
-            return self._pool.attend()
-        try:
-            self._explain(status)
-        finally:
-            if self._exchange:
-                self._exchange.exchanges.release()
-
-    def _explain(self, status: int) -> None:
-        if self.experts and status == self.experts.FAILED:
-            if self._exchange:
-                self._exchange.exchanges.give_up()
-            raise self.experts.error()
-        kernel = self._kernels[self._row]
-        name = kernel.name if kernel else BEGINNING if self.failed < 0 else AGREEING
-        if self._exchange and status == self._exchange.FAILED:
-            raise self._exchange.error(f"{self._program}: {name}")
-        if self._exchange:
-            self._exchange.exchanges.give_up()
-        origin = f" ({' '.join(kernel.origin)})" if kernel and kernel.origin else ""
-        raise IndexRangeError(f"{self._program}: {STATUS[status]} in {name}{origin}; nothing was committed")
-
-
-def joins(coded: Sequence[tuple[Step, Rendered]]) -> list[bool]:
-    """For each step, whether it joins the group of the previous step: the compiler's groups, where threads pay off."""
-    groups: list[list[Rendered]] = []
-    for step, code in coded:
-        groups = [*groups[:-1], [*groups[-1], code]] if step.concurrent and groups else [*groups, [code]]
-    worth = [any(c.tasks > 1 for c in group) or sum(c.work_ns for c in group) > SHARED_NS for group in groups]
-    return [i > 0 and found for group, found in zip(groups, worth) for i in range(len(group))]
-
-
-def tasks_after(tasks: Sequence[int], joined: Sequence[bool]) -> list[int]:
-    """For each step, the tasks of the later steps in its group (pool.Step)."""
-    found, after = [], 0
-    for count, joins_previous in zip(reversed(tasks), reversed(joined)):
-        found.append(after)
-        after = count + after if joins_previous else 0
-    return found[::-1]
+        made = FlowRows(rows, at, self._code.artifact.coded, self._code.library.address)
+        if spans:
+            rows.add(at, spans.around[0], spans.address(at), kernel=step.kernel)
+        made.add(self.program, "", step, args)
+        if spans:
+            rows.add(at, spans.around[1], spans.address(at), kernel=step.kernel)
 
 
 def _exchange_calls(artifact: CpuArtifact, transport: SymmetricTransport | None) -> ExchangeCalls:

@@ -3,7 +3,8 @@
 A run offers its table to every thread that is awake. Independent steps form a group. A group runs like one step: its tasks are
 those of its steps, numbered step after step. One word, the ticket, holds a generation (high half) and the number of tasks left in
 the current group (low half, above BIAS); taking a task is one atomic subtraction. No thread waits for a thread without a task:
-a group ends when its tasks are done, and the thread that finished the last one starts the next group. That thread runs groups of
+a group ends when its tasks are done, and the thread that finished the last one starts the next group, or the one to which a jump
+leads (rlx.backends.cpu.flow). That thread runs groups of
 one task itself and publishes larger ones with a new generation. A late or missing worker only means less parallelism, so a run is
 correct with any number of workers, including none.
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from rlx.backends.cpu.abi import ATTEND, BIAS, END, GENERATION, MAX_CPUS, Control, Run, Step
+from rlx.backends.cpu.abi import ATTEND, BIAS, END, GENERATION, JUMP, MAX_CPUS, Control, Run, Step
 from rlx.host.emit import V
 from rlx.host.functions import EVERYBODY, NULL, Body, Functions, fields_of
 
@@ -126,8 +127,8 @@ def advance(e: ExecutorBody, c: V, run: V, done: V, tid: V) -> None:
     memory may be touched any more."""
     pooled, end = e.cmp("ne", c, NULL), e.get(run, "end")
     address = lambda pointer: e.op("i64", f"ptrtoint {pointer} to i64")  # noqa: E731
-    with e.loop(address(done), address(end), STEP_BYTES) as each:
-        last = e.op("ptr", f"inttoptr {each.index} to ptr")  # the last step done
+    with e.loop(0, None, carried=[address(done)]) as each:
+        last = e.op("ptr", f"inttoptr {each.carried[0]} to ptr")  # the last step done
         with e.when(e.cmp("ne", e.get(run, "status"), 0)):
             e.put(run, "failed", last)
             e.branch(each.done)
@@ -150,6 +151,8 @@ def advance(e: ExecutorBody, c: V, run: V, done: V, tid: V) -> None:
         call = _kernel(e, run, step, tid)
         with e.loop(0, e.get(step, "tasks")) as task:
             call(task.index)
+        jumps = e.cmp("eq", e.get(step, "after"), JUMP)
+        each.next = [e.select(jumps, e.load("i64", e.get(step, "args"), 8), address(step))]
     with e.when(pooled):
         publish(e, c, e.i64(END))
         with e.when(e.cmp("ne", e.get(c, "caller_asleep", "seq_cst"), 0)):

@@ -21,7 +21,8 @@ import numpy as np
 
 from rlx import knobs
 from rlx.backends.cpu.abi import ATTEND, END, MAX_THREADS, Control, Rendered, Run, Step
-from rlx.backends.cpu.executable import SCRATCH_ALIGNMENT, CpuArtifact, joins, tasks_after
+from rlx.backends.cpu.executable import SCRATCH_ALIGNMENT, CpuArtifact
+from rlx.backends.cpu.table import joins, tasks_after
 from rlx.errors import CompileError, DeviceUnavailableError, Unsupported
 from rlx.host.builtin import futex_call
 from rlx.host.jit import compile_object
@@ -55,6 +56,8 @@ def export(artifact: CpuArtifact, weights: Mapping[int, np.ndarray], extent: tup
     program = artifact.program
     if program.collectives:
         raise Unsupported(f"{program.name} exchanges data with other ranks; a C library holds a program of one process")
+    if program.bodies:
+        raise Unsupported(f"{program.name} has control flow, which a C library has not: compile it with disable=('control',)")
     if lacks := [f for f in missing_features(program.target.features) if f.startswith("triple=")]:
         raise DeviceUnavailableError(f"{program.name} is for {lacks[0].removeprefix('triple=')}: export it on such a machine")
     tables = _Tables(artifact, weights, extent)

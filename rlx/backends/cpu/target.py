@@ -45,7 +45,7 @@ def target_for(triple: str, cpu: str, features: Sequence[str] = (), threads: int
 
 def _of_cpu(target: Target) -> Target:
     panel, order = partial(panel_of, target), partial(_schedule, target)
-    return replace(target, channels_last=True, levels=True, panel=panel, schedule=order)
+    return replace(target, channels_last=True, levels=True, control=True, panel=panel, schedule=order)
 
 
 def _schedule(target: Target, kernel: Kernel) -> Kernel:

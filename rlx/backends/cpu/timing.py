@@ -33,10 +33,23 @@ def rlx_timed(e: Body, args: V, task: V, scratch: V, status: V) -> None:
     e.external("clock_gettime", "i32", clock, e.gep(span, 24))
 
 
+@_functions.native("void", args="ptr", task="i64", scratch="ptr", status="ptr")
+def rlx_span_begin(e: Body, args: V, task: V, scratch: V, status: V) -> None:
+    """A row in front of several that have one span."""
+    span = e.load("ptr", args, 8)
+    e.store(scratch, span, 8)
+    e.external("clock_gettime", "i32", V(str(MONOTONIC), "i32"), e.gep(span, 8))
+
+
+@_functions.native("void", args="ptr", task="i64", scratch="ptr", status="ptr")
+def rlx_span_end(e: Body, args: V, task: V, scratch: V, status: V) -> None:
+    e.external("clock_gettime", "i32", V(str(MONOTONIC), "i32"), e.gep(e.load("ptr", args, 8), 24))
+
+
 @cache
 def library() -> Library:
     image = kept_object("timed step", lambda: _functions.module_text(Body))
-    return Library([image], ["rlx_timed"])
+    return Library([image], ["rlx_timed", "rlx_span_begin", "rlx_span_end"])
 
 
 class Spans:
@@ -49,6 +62,7 @@ class Spans:
         self._first = np.cumsum([0, *tasks])
         self._scratch, self._stride = scratch, stride
         self.function = library().address("rlx_timed")
+        self.around = library().address("rlx_span_begin"), library().address("rlx_span_end")
 
     def address(self, step: int) -> int:
         """The span of the step's task 0."""

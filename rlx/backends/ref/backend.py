@@ -48,6 +48,7 @@ class RefBackend:
             natives=NATIVES if index else {},
             followed=frozenset(NATIVES),
             levels=index > 0,
+            control=True,
             few_kernels=index > 0,
             computes=lambda producer: True,
             pairs=lambda node: True,

@@ -13,6 +13,7 @@ from typing import Self
 
 import numpy as np
 
+from rlx.backends.shared.flow import run_flow
 from rlx.backends.shared.loaded import POISON, check_fits
 from rlx.backends.shared.transacted import Transacted
 from rlx.driver.backend import Timeline
@@ -37,7 +38,7 @@ class StepwiseExecutable(Transacted):
         self, program: Program, run_kernel: RunKernel, params: ParamStore | None, handles: HandleStore | None,
         transport: SymmetricTransport | None = None, code_bytes: int = 0, memory: Memory = HOST,
     ) -> None:  # fmt: skip
-        may_fail = [any(isinstance(s, Check) for s in walk(step.kernel.body)) for step in program.steps]
+        may_fail = [bool(s.kernel.flow) or any(isinstance(x, Check) for x in walk(s.kernel.body)) for s in program.steps]
         super().__init__(program, params, handles, memory, transport, may_fail)
         memory.fill(self.arena.block, POISON)
         self.code_bytes, self._run_kernel = code_bytes, run_kernel
@@ -104,9 +105,15 @@ class StepwiseExecutable(Transacted):
         begin = perf_counter_ns()
         if step.kernel.collective:
             self.exchanges.perform(step.kernel.collective, *arrays)
-        elif status := self._run_kernel(step.kernel, arrays):
-            where = f"{step.kernel.name} ({' '.join(step.kernel.origin)})"
-            raise IndexRangeError(f"{STATUS[status]} in {where}; nothing was committed")
+        else:
+            flow = step.kernel.flow
+            if flow is not None:
+                failed = run_flow(self.program, flow, arrays, self._run_kernel)
+            else:
+                failed = (status, step.kernel) if (status := self._run_kernel(step.kernel, arrays)) else None
+            if failed:
+                where = f"{failed[1].name} ({' '.join(failed[1].origin)})"
+                raise IndexRangeError(f"{STATUS[failed[0]]} in {where}; nothing was committed")
         if self._spans is not None:
             self._spans.append((len(self._spans), 0, begin, perf_counter_ns()))
 

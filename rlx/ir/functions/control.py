@@ -10,7 +10,7 @@ from rlx.errors import AttributeValueError, DTypeError, ShapeError
 from rlx.ir import ops
 from rlx.ir.body import Body, Traced, called, leaf
 from rlx.ir.dtype import DType, bool_, i64
-from rlx.ir.functions.arrays import flip, moveaxis
+from rlx.ir.functions.arrays import flip, moveaxis, zeros
 from rlx.ir.functions.declare import as_value, function, known_dim, own_axis
 from rlx.ir.node import Operand, Value
 from rlx.ir.shape import Shape
@@ -129,12 +129,14 @@ def scan(
     trace = _trace("scan", None, state)
     number, *now = trace.inputs
 
+    def part(x: Value, axis: int, back: int) -> Value:
+        """The slice of an input that this iteration reads."""
+        if not steps:  # there is none, but the body is traced
+            return zeros((*x.dims[:axis], *x.dims[axis + 1 :]), x.dtype)
+        return ops.squeeze(ops.take_rows(x, steps - 1 - number if back else number, count=1, axis=axis), (axis,))
+
     def step(*now: Value) -> object:
-        slices = [
-            ops.squeeze(ops.take_rows(x, steps - 1 - number if back else number, count=1, axis=a), (a,))
-            for x, a, back in zip(read, axes, backward)
-        ]
-        return body(*now, *slices)
+        return body(*now, *map(part, read, axes, backward))
 
     outputs = trace.call(step, *now)
     _check_count(outputs, len(state))

@@ -57,7 +57,7 @@ class LoopAttrs(Attrs):
     @property
     def why_not_unrolled(self) -> str:
         """Why this loop cannot be written as its iterations one after the other; "": it can."""
-        if self.tests:
+        if self.tests and self.limit:
             return "the number of its iterations depends on data, and this device has no control flow"
         return f"it has {self.limit} iterations, of at most {MOST_UNROLLED}" if self.limit > MOST_UNROLLED else ""
 
