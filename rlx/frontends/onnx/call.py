@@ -42,6 +42,7 @@ class Importing(Protocol):
     graph: Graph  # the one that is built
     source: Source
     types: dict[Value, int]  # ONNX's element type of values that are kept in a wider dtype
+    quantities: dict[Value, Any]  # the integers, scales and zero points of values that DequantizeLinear made
 
     def constant(self, array: np.ndarray) -> Value:
         """A known array as a Value."""

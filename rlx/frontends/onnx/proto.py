@@ -24,7 +24,8 @@ from rlx.runtime import map_file
 
 _WIDER = {  # element types that rlx does not have, and the one that holds their values
     "int4": np.int8, "int2": np.int8, "uint4": np.uint8, "uint2": np.uint8, "float4_e2m1fn": np.float32,
-    "float8_e4m3fnuz": np.float32, "float8_e5m2fnuz": np.float32, "float8_e8m0fnu": np.float32,
+    "float6_e2m3fn": np.float32, "float6_e3m2fn": np.float32, "float8_e4m3fnuz": np.float32, "float8_e5m2fnuz": np.float32,
+    "float8_e8m0fnu": np.float32,
 }  # fmt: skip
 _BITS = {"int4": 4, "int2": 2, "uint4": 4, "uint2": 2, "float4_e2m1fn": 4}  # of an element in a file, where it is no byte
 _DATA = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlx.frontends.onnx import quantities
 from rlx.frontends.onnx.call import Call
 from rlx.frontends.onnx.table import handler
 from rlx.ir import functions, ops
@@ -13,7 +14,9 @@ _UNROLLED = 64  # rows of a matrix whose determinant is unrolled
 @handler("MatMul")
 def matmul(n: Call) -> Value:
     """numpy's matmul: an operand of one dim is a row or a column, whose dim the result lacks."""
-    return product(n.value(0), n.value(1))
+    x, y = n.value(0), n.value(1)
+    sums = quantities.matmul_of(n, x, y)
+    return product(x, y) if sums is None else sums
 
 
 def product(x: Value, y: Value) -> Value:
@@ -25,8 +28,11 @@ def product(x: Value, y: Value) -> Value:
 
 @handler("Gemm", since=7)
 def gemm(n: Call) -> Value:
-    x, y = (v.T if n.attr(name, 0) else v for v, name in ((n.value(0), "transA"), (n.value(1), "transB")))
-    out = _scaled(ops.matmul(x, y), n.attr("alpha", 1.0))
+    turned = bool(n.attr("transA", 0)), bool(n.attr("transB", 0))
+    out = quantities.matmul_of(n, n.value(0), n.value(1), turned)
+    if out is None:
+        out = ops.matmul(*(v.T if t else v for v, t in zip((n.value(0), n.value(1)), turned)))
+    out = _scaled(out, n.attr("alpha", 1.0))
     return out + _scaled(n.value(2), n.attr("beta", 1.0)) if n.has(2) else out
 
 

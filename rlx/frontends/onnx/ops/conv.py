@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlx.frontends.onnx import quantities
 from rlx.frontends.onnx.call import Call
 from rlx.frontends.onnx.ops.shape import known_dim, padded
 from rlx.frontends.onnx.table import handler
@@ -63,7 +64,11 @@ def windows(n: Call, window: Ints) -> Windows:
 @handler("Conv")
 def conv(n: Call) -> Value:
     operands: list[Any] = [n.value(i) for i in range(3) if n.has(i)]
-    return ops.conv(*operands, groups=n.attr("group", 1), **windows(n, n.sizes(1)[2:]).facts)
+    groups, facts = n.attr("group", 1), windows(n, n.sizes(1)[2:]).facts
+    sums = quantities.conv_of(n, operands[0], operands[1], groups, facts)
+    if sums is None:
+        return ops.conv(*operands, groups=groups, **facts)
+    return sums + operands[2].reshape((-1, *(1,) * (sums.rank - 2))) if n.has(2) else sums
 
 
 @handler("ConvTranspose")

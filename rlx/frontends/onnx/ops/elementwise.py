@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 
 from rlx.errors import DTypeError
+from rlx.frontends.onnx import narrow
 from rlx.frontends.onnx.call import Call
 from rlx.frontends.onnx.table import handler
 from rlx.ir import ops
@@ -121,14 +122,22 @@ def cast_to(n: Call, x: Value, dtype: DType) -> Value:
     return x.astype(dtype)
 
 
+def cast_code(n: Call, x: Value, code: int) -> Value:
+    """A cast to an element type of ONNX; one that rlx does not have is kept in a wider dtype."""
+    if code in narrow.KINDS:
+        return n.typed(narrow.rounded(x, code, bool(n.attr("saturate", 1)), n.attr("round_mode", "up")), code)
+    made = cast_to(n, x, dtype_of(n, code))
+    return made * 1 if made is x and x in n.scope.importer.types else made  # a value has one element type
+
+
 @handler("Cast")
 def cast(n: Call) -> Value:
-    return cast_to(n, n.value(0), dtype_of(n, n.attr("to")))
+    return cast_code(n, n.value(0), n.attr("to"))
 
 
 @handler("CastLike")
 def cast_like(n: Call) -> Value:
-    return cast_to(n, n.value(0), dtype_of(n, n.element_type(1)))
+    return cast_code(n, n.value(0), n.element_type(1))
 
 
 @handler("BitCast")

@@ -1,0 +1,189 @@
+"""Quantised ONNX models: narrow element types, Q/DQ graphs on integers, and ONNX Runtime's quantised operators."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto
+
+import rlx
+from rlx.frontends.onnx import OnnxModel
+from rlx.frontends.onnx.narrow import rounded
+from tests.onnx_models import runtime
+
+RNG = np.random.default_rng(5)
+NARROW = ["FLOAT4E2M1", "FLOAT6E2M3", "FLOAT6E3M2", "FLOAT8E4M3FNUZ", "FLOAT8E5M2FNUZ", "INT4", "UINT4", "INT2", "UINT2"]
+
+
+def evaluated(x, make):
+    graph = rlx.Graph("cast")
+    graph.set_outputs([make(graph.input("x", x.shape, x.dtype))])
+    return rlx.Session("ref").compile(graph).run({"x": x})[0]
+
+
+@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_casts_to_narrow_types_round_as_ml_dtypes(name, dtype):
+    code = dict(TensorProto.DataType.items()).get(name)
+    if code is None:
+        pytest.skip(f"onnx {onnx.__version__} has no {name}")
+    kind = onnx.helper.tensor_dtype_to_np_dtype(code)
+    halves = np.arange(-4096, 4096) / 64
+    x = np.concatenate([halves, RNG.normal(size=4096) * 4, RNG.normal(size=512) * 1e-3]).astype(dtype)
+    if "INT" not in name:
+        x = np.concatenate([x, np.array([np.nan, -0.0, 1e-30, 6e4, -6e4], dtype)])
+    with np.errstate(all="ignore"):
+        expected = x.astype(kind).astype(np.float32)
+        np.testing.assert_array_equal(evaluated(x, lambda v: rounded(v, code, saturate=False)).astype(np.float32), expected)
+        if "FLOAT8" in name:
+            expected = onnx.numpy_helper.saturate_cast(x, kind).astype(np.float32)
+            np.testing.assert_array_equal(evaluated(x, lambda v: rounded(v, code)), expected)
+
+
+@pytest.mark.parametrize("mode", ["up", "down", "nearest"])
+@pytest.mark.parametrize("saturate", [True, False])
+def test_casts_to_powers_of_two_round_as_onnx_says(mode, saturate):
+    bits = np.concatenate([np.arange(0, 2**31, 99_991), [0, 1, 0x400000, 0x7F7FFFFF, 0x7F800000]]).astype(np.uint32)
+    x = bits.view(np.float32)
+    expected = onnx.numpy_helper.to_float8e8m0(x, saturate, mode).astype(np.float32)
+    found = evaluated(x, lambda v: rounded(v, TensorProto.FLOAT8E8M0, saturate, mode))
+    np.testing.assert_array_equal(found, expected)
+
+
+# -- products on integers ------------------------------------------------------------------------------------------------
+
+def quantised_network(x_type, w_type, per_column, gemm):
+    """y = QDQ(x) @ DQ(w), and what exact integers give."""
+    k, n = 24, 10
+    w = RNG.integers(*((0, 256) if w_type == np.uint8 else (-128, 128)), (k, n)).astype(w_type)
+    ws = np.asarray(RNG.uniform(0.01, 0.02, n if per_column else ()), np.float32)
+    wz = np.asarray((128 if w_type == np.uint8 else 0) + RNG.integers(0, 3, ws.shape)).astype(w_type)
+    xs, xz, ys, yz = np.float32(0.05), x_type(100 if x_type == np.uint8 else -3), np.float32(0.2), np.uint8(120)
+    consts = {"w": w.T if gemm else w, "ws": ws, "wz": wz, "xs": xs, "xz": xz, "ys": ys, "yz": yz}
+    nodes = [
+        onnx.helper.make_node("QuantizeLinear", ["x", "xs", "xz"], ["xq"]),
+        onnx.helper.make_node("DequantizeLinear", ["xq", "xs", "xz"], ["xd"]),
+        onnx.helper.make_node("DequantizeLinear", ["w", "ws", "wz"], ["wd"], axis=0 if gemm else 1),
+        onnx.helper.make_node("Gemm" if gemm else "MatMul", ["xd", "wd"], ["h"], **({"transB": 1} if gemm else {})),
+        onnx.helper.make_node("QuantizeLinear", ["h", "ys", "yz"], ["y"]),
+    ]
+
+    def expected(x):
+        info = np.iinfo(x_type)
+        q = np.clip(np.rint(x / xs) + float(xz), info.min, info.max).astype(np.int64) - int(xz)
+        sums = q @ (w.astype(np.int64) - wz.astype(np.int64))
+        return np.clip(np.rint((sums.astype(np.float32) * (xs * ws)) / ys) + 120, 0, 255).astype(np.uint8)
+
+    return network(nodes, consts, ["m", k], TensorProto.UINT8), expected
+
+
+def network(nodes, consts, dims, out=TensorProto.FLOAT, opset=21, kind=TensorProto.FLOAT):
+    make = onnx.helper.make_tensor_value_info
+    rank = len(dims)
+    inits = [onnx.numpy_helper.from_array(np.asarray(v), k) for k, v in consts.items()]
+    results = [make(nodes[-1].output[0], out, [f"o{i}" for i in range(rank)])]
+    graph = onnx.helper.make_graph(nodes, "net", [make("x", kind, dims)], results, inits)
+    domains = [onnx.helper.make_opsetid("", opset), onnx.helper.make_opsetid("com.microsoft", 1)]
+    return onnx.helper.make_model(graph, opset_imports=domains, ir_version=10)
+
+
+@pytest.mark.parametrize("gemm", [False, True])
+@pytest.mark.parametrize("per_column", [False, True])
+@pytest.mark.parametrize("x_type,w_type", [(np.uint8, np.int8), (np.int8, np.int8), (np.uint8, np.uint8), (np.int8, np.uint8)])
+def test_products_of_dequantised_tensors_are_exact_integers(x_type, w_type, per_column, gemm):
+    model, expected = quantised_network(x_type, w_type, per_column, gemm)
+    x = RNG.normal(size=(7, 24)).astype(np.float32) * 4
+    np.testing.assert_array_equal(OnnxModel(model)(x), expected(x))
+    ops = {node.op.name for node in rlx.from_onnx(model).nodes()}
+    assert "int8_matmul" in ops and "matmul" not in ops
+
+
+def convolved(x, w, groups, padding):
+    """Sums of a convolution of integers, i64."""
+    import torch
+
+    made = torch.nn.functional.conv2d(torch.from_numpy(x).double(), torch.from_numpy(w).double(), groups=groups, padding=padding)
+    return made.numpy().astype(np.int64)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("x_type,w_type", [(np.uint8, np.int8), (np.int8, np.int8), (np.uint8, np.uint8)])
+def test_convolutions_of_dequantised_tensors_are_exact_integers(x_type, w_type, groups):
+    w = RNG.integers(0, 100, (8, 4 // groups, 3, 3)).astype(w_type)
+    ws, wz = RNG.uniform(0.01, 0.02, 8).astype(np.float32), (RNG.integers(0, 3, 8) * (groups > 1)).astype(w_type)
+    xs, xz, ys, yz = np.float32(0.05), x_type(7), np.float32(0.5), np.int8(4)
+    bias = RNG.integers(-900, 900, 8).astype(np.int32)
+    consts = {"w": w, "ws": ws, "wz": wz, "xs": xs, "xz": xz, "ys": ys, "yz": yz, "b": bias, "bs": xs * ws}
+    nodes = [
+        onnx.helper.make_node("DequantizeLinear", ["x", "xs", "xz"], ["xd"]),
+        onnx.helper.make_node("DequantizeLinear", ["w", "ws", "wz"], ["wd"], axis=0),
+        onnx.helper.make_node("DequantizeLinear", ["b", "bs"], ["bd"], axis=0),
+        onnx.helper.make_node("Conv", ["xd", "wd", "bd"], ["h"], group=groups, pads=[1, 1, 1, 1]),
+        onnx.helper.make_node("QuantizeLinear", ["h", "ys", "yz"], ["y"]),
+    ]
+    kind = TensorProto.UINT8 if x_type == np.uint8 else TensorProto.INT8
+    model = network(nodes, consts, [2, 4, 9, 7], TensorProto.INT8, kind=kind)
+    x = RNG.integers(0, 120, (2, 4, 9, 7)).astype(x_type)
+    sums = convolved(x.astype(np.int64) - 7, w.astype(np.int64) - wz.astype(np.int64).reshape(-1, 1, 1, 1), groups, 1)
+    exact = (sums + bias.reshape(-1, 1, 1)) * (np.float64(xs) * ws.astype(np.float64)).reshape(-1, 1, 1) / ys
+    found = OnnxModel(model)(x).astype(np.int64)
+    clear = np.abs(exact - np.floor(exact) - 0.5) > 1e-4  # apart from ties, which rounding in f32 may turn
+    np.testing.assert_array_equal(found[clear], np.clip(np.rint(exact) + 4, -128, 127).astype(np.int64)[clear])
+    assert clear.mean() > 0.99
+    ops = [node for node in rlx.from_onnx(model).nodes() if node.op.name == "conv"]
+    assert ops and all(node.inputs[0].dtype == rlx.u8 and node.inputs[1].dtype == rlx.i8 for node in ops)
+
+
+# -- ONNX Runtime's operators --------------------------------------------------------------------------------------------
+
+SCALES = {"s": np.float32(0.02), "z": np.uint8(110), "t": np.float32(0.03), "u": np.uint8(128)}
+W = RNG.integers(-100, 100, (6, 5)).astype(np.int8)
+Q = RNG.integers(0, 256, (3, 6)).astype(np.uint8)
+BIAS = RNG.integers(-500, 500, 5).astype(np.int32)
+X, W_WIDE = (Q.astype(np.float64) - 110) * 0.02, W.astype(np.float64) * 0.03
+
+
+def u8_of(y, scale=0.03, zero=128):
+    return np.clip(np.rint(y / np.float32(scale)) + zero, 0, 255).astype(np.uint8)
+
+
+# operator, its operands and attributes, and the result for x = X (or, in integers, Q)
+RUNTIME = {
+    "QLinearAdd": ("x s z x s z t u", {}, u8_of(X + X)),
+    "QLinearMul": ("x s z x s z t u", {}, u8_of(X * X)),
+    "QLinearSigmoid": ("x s z t u", {}, u8_of(1 / (1 + np.exp(-X)))),
+    "QLinearLeakyRelu": ("x s z t u", {"alpha": 0.1}, u8_of(np.where(X < 0, 0.1 * X, X))),
+    "QLinearConcat": ("t u x s z x s z", {"axis": 1}, u8_of(np.concatenate([X, X], 1))),
+    "QGemm": ("x s z w t i b t u", {"alpha": 0.5}, u8_of((X @ W_WIDE + BIAS * 0.0006) * 0.5)),
+    "MatMulIntegerToFloat": ("x w s t z i", {}, (X @ W_WIDE).astype(np.float32)),
+}
+
+
+@pytest.mark.parametrize("op", RUNTIME)
+def test_quantised_operators_of_onnx_runtime(op):
+    names, attrs, expected = RUNTIME[op]
+    consts = {**SCALES, "w": W, "i": np.int8(0), "b": BIAS}
+    consts = {k: v for k, v in consts.items() if k in names.split()}
+    node = onnx.helper.make_node(op, names.split(), ["y"], domain="com.microsoft", **attrs)
+    out = TensorProto.FLOAT if expected.dtype == np.float32 else TensorProto.UINT8
+    model = network([node], consts, [3, 6], out, kind=TensorProto.UINT8)
+    found = OnnxModel(model)(Q)
+    if expected.dtype == np.float32:
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    else:
+        assert np.abs(found.astype(int) - expected.astype(int)).max() <= 1  # ties
+        assert (found == expected).mean() > 0.9
+    if (judge := runtime(model, {"x": Q})) is not None:
+        assert np.abs(found.astype(np.float64) - judge[0]).max() <= (1e-4 if found.dtype == np.float32 else 1)
+
+
+def test_activations_are_quantised_at_run_time():
+    x = RNG.normal(size=(4, 6)).astype(np.float32)
+    node = onnx.helper.make_node("DynamicQuantizeMatMul", ["x", "w", "t"], ["y"], domain="com.microsoft")
+    model = network([node], {"w": W, "t": np.float32(0.03)}, [4, 6])
+    least, most = min(x.min(), 0), max(x.max(), 0)
+    scale = (most - least) / np.float32(255)
+    zero = np.rint(np.clip(-least / scale, 0, 255))
+    q = np.clip(np.rint(x / scale) + zero, 0, 255) - zero
+    np.testing.assert_allclose(OnnxModel(model)(x), (q @ W.astype(np.float64)) * scale * 0.03, rtol=1e-5, atol=1e-5)
