@@ -189,6 +189,21 @@ def test_a_named_batch_stays_open_through_views_norms_and_products() -> None:
     np.testing.assert_allclose(OnnxModel(model).run({"x": x})["out"], want, rtol=1e-5, atol=1e-6)
 
 
+def test_a_named_batch_stays_open_through_convolutions_and_pools() -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"]), helper.make_node("MaxPool", ["a"], ["b"], kernel_shape=[2, 2]),
+        helper.make_node("ConvTranspose", ["b", "t"], ["c"], strides=[2, 2]),
+        helper.make_node("ConvTranspose", ["c", "t"], ["d"]),
+        helper.make_node("GlobalAveragePool", ["d"], ["e"]), helper.make_node("Flatten", ["e"], ["out"]),
+    ]  # fmt: skip
+    known = {"w": floats(4, 3, 3, 3), "t": floats(4, 4, 2, 2)}
+    model = model_of(nodes, {"x": (np.float32, ["batch", 3, 9, 9])}, ["out"], 17, known)
+    assert str(from_onnx(model).outputs[0].shape) == "f32[batch,4]"
+    x = floats(3, 3, 9, 9)
+    (want,) = ReferenceEvaluator(model).run(None, {"x": x})
+    np.testing.assert_allclose(OnnxModel(model).run({"x": x})["out"], want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("past, queries", [(0, 5), (3, 2)])
 def test_attention_with_a_causal_mask_and_grouped_heads_is_that_of_torch(past: int, queries: int) -> None:
     q, k, v = floats(2, 4, queries, 8), floats(2, 2, queries, 8), floats(2, 2, queries, 6)

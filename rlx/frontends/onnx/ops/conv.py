@@ -35,10 +35,15 @@ class Windows(NamedTuple):
         return {"strides": self.strides, "low": self.low, "high": high, "dilation": self.dilation}
 
 
+def spatial(n: Call) -> Ints:
+    """The dims of operand 0 behind batch and channels."""
+    return tuple(known_dim(n, 0, i) for i in range(2, n.rank(0)))
+
+
 def windows(n: Call, window: Ints) -> Windows:
     """By the attributes strides, dilations, pads, auto_pad and ceil_mode."""
     count = len(window)
-    sizes = tuple(known_dim(n, 0, 2 + i) for i in range(n.rank(0) - 2))
+    sizes = spatial(n)
     if len(sizes) != count:
         n.refuse(f"the window has {count} dims, the operand has {len(sizes)} spatial dims")
     strides, dilation = tuple(n.attr("strides", (1,) * count)), tuple(n.attr("dilations", (1,) * count))
@@ -75,7 +80,7 @@ def conv(n: Call) -> Value:
 def conv_transpose(n: Call) -> Value:
     """A convolution, by the mirrored window, of an operand whose elements are `strides` apart, with zeros between them."""
     x, (channels, inner, *window), groups = n.value(0), n.sizes(1), n.attr("group", 1)
-    count, sizes = len(window), n.sizes(0)[2:]
+    count, sizes = len(window), spatial(n)
     strides, dilation = n.attr("strides", (1,) * count), n.attr("dilations", (1,) * count)
     more = n.attr("output_padding", (0,) * count)
     spans = [(w - 1) * d for w, d in zip(window, dilation)]
@@ -95,7 +100,7 @@ def conv_transpose(n: Call) -> Value:
 
 def _tiles(x: Value, w: Value, bias: Value | None) -> Value:
     """A transposed convolution whose windows are side by side: each element becomes a window of the result."""
-    (channels, out, *window), (batch, _, *sizes) = w.shape.static, x.shape.static
+    (channels, out, *window), (batch, _, *sizes) = w.shape.static, x.dims
     count = len(window)
     flat = ops.transpose(w, axes=(*range(2, 2 + count), 1, 0)).reshape((-1, channels, *(1,) * count))
     biases: list[Any] = [] if bias is None else [ops.broadcast_to(bias, dims=(*window, out)).reshape((-1,))]
@@ -111,7 +116,7 @@ def _cut(n: Call, whole: list[int]) -> tuple[list[int], list[int]]:
     if wanted is None and how in ("NOTSET", "VALID"):
         pads = n.attr("pads", (0,) * (2 * count)) if how == "NOTSET" else (0,) * (2 * count)
         return list(pads[:count]), list(pads[count:])
-    wanted = wanted or [d * s for d, s in zip(n.sizes(0)[2:], n.attr("strides", (1,) * count))]
+    wanted = wanted or [d * s for d, s in zip(spatial(n), n.attr("strides", (1,) * count))]
     total = [w - size for w, size in zip(whole, wanted[-count:])]
     small, large = [t // 2 for t in total], [t - t // 2 for t in total]
     return (small, large) if how == "SAME_UPPER" else (large, small)
