@@ -12,6 +12,7 @@ from rlx.compiler.compilation import Compilation
 from rlx.compiler.precision import precision
 from rlx.errors import CompileError
 from rlx.ir import ops
+from rlx.ir.evaluate import evaluate
 from rlx.ir.target import Target
 from rlx.models import default_folder, load
 
@@ -127,6 +128,53 @@ def test_only_contractions_by_weights_change():
     assert [n.op.name for n in found.nodes() if n.op.name.endswith("matmul")].count("int8_matmul") == 1
     assert [r.how for r in notes] == ["narrowed"] + ["kept"] * 5
     assert {r.why for r in notes[1:2]} == {"its right operand is not a weight"}
+
+
+IMAGES = [
+    ((2, 7, 9, 8), (3, 3, 8, 20), {"low": 1, "high": 1}), ((3, 6, 6, 64), (1, 1, 64, 33), {"strides": 2}),
+    ((2, 9, 17, 5), (2, 3, 5, 70), {"dilation": (2, 1)}), ((1, 11, 40), (4, 40, 9), {"strides": 3}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["channels last", "channels first"])
+@pytest.mark.parametrize(("dims", "kernel", "how"), IMAGES, ids=str)
+def test_convolutions_are_within_the_bound_of_their_image(dims, kernel, how, first):
+    """Whatever the sizes of other images; a NaN makes all of its image NaN, and no other."""
+    rng, g, spatial = np.random.default_rng(0), rlx.Graph("images"), tuple(range(1, len(dims) - 1))
+    images, weights = rng.standard_normal(dims, np.float32), rng.standard_normal(kernel, np.float32)
+    images *= 10.0 ** np.arange(dims[0]).reshape(-1, *(1,) * (len(dims) - 1))
+    x, w = g.input("x", np.moveaxis(images, -1, 1).shape if first else dims, rlx.f32), g.param("w", kernel, rlx.f32)
+    turned = w.transpose(len(dims) - 1, len(dims) - 2, *(a - 1 for a in spatial)) if first else w
+    y = ops.conv(x, turned, channels_last=not first, **how)
+    g.set_outputs([y.transpose(0, *(a + 1 for a in spatial), 1) if first else y])
+    compiled = rlx.Session(rlx.Device.CPU).compile(g, INT8)
+    compiled.set_param("w", weights)
+
+    def given(x):
+        return {"x": np.ascontiguousarray(np.moveaxis(x, -1, 1)) if first else x}
+
+    def exact(x, w):
+        return evaluate(g, given(x), {"w": w})[0][0].astype(np.float64)
+
+    got = compiled.run(given(images))[0]
+    span = np.ptp(images.reshape(dims[0], -1), axis=1).reshape(-1, *(1,) * (len(dims) - 1))
+    peak, total = np.abs(weights).reshape(-1, kernel[-1]).max(0), np.abs(weights).reshape(-1, kernel[-1]).sum(0)
+    sums = exact(np.abs(images), np.ones_like(weights)) + weights[..., 0].size * span / 510
+    error = np.abs(got - exact(images, weights))
+    assert (error <= 1.001 * (span / 510 * total + peak / 254 * sums)).all() and error.max() > 1e-4
+    if dims[0] > 1:
+        images[0, 1, 1] = np.nan
+        after = compiled.run(given(images))[0]
+        assert np.isnan(after[0]).all()
+        np.testing.assert_array_equal(after[1:], got[1:])
+
+
+def test_images_of_few_channels_stay_f32():
+    notes, g = [], rlx.Graph("image")
+    x, w = g.input("x", (1, 3, 20, 20), rlx.f32), g.param("w", (8, 3, 3, 3), rlx.f32)
+    g.set_outputs([ops.conv(x, w)])
+    precision(g, Compilation(TARGETS["host"], INT8), notes)
+    assert [r.how for r in notes] == ["kept"] and "few channels" in notes[0].why
 
 
 def test_an_attention_layer_keeps_its_attention():

@@ -47,7 +47,7 @@ class Places:
             assert value not in self.tiles, f"{value} lies in tiles, not in strides"
             if node.op.kind is Kind.VIEW and node not in self.computed:
                 base, layout = self.locate(node.inputs[0])
-                seen = _view(value, layout)
+                seen = seen_through(value, layout)
                 assert seen is not None, f"{value} was addressable when placed"
                 found = (base, seen)
             else:
@@ -97,7 +97,7 @@ class Places:
         if node.op.tiled is not None:
             self.tiles[value] = node.op.tiled(node.attrs, *(v.shape for v in node.inputs))
             return
-        layout = _view(value, Layout(contiguous_strides(source.static))) if len(node.shapes) == 1 else None
+        layout = seen_through(value, Layout(contiguous_strides(source.static))) if len(node.shapes) == 1 else None
         seen = layout and self.tiles[node.inputs[0]].viewed(layout, value.shape.static)
         if seen:
             self.tiles[value] = seen
@@ -128,7 +128,7 @@ class Places:
     def _seen(self, node: Node) -> bool:
         """True if strides can express the view over the current layout of its operand."""
         _, layout = self.locate(node.inputs[0])
-        return all(_view(v, layout) is not None for v in node.results)
+        return all(seen_through(v, layout) is not None for v in node.results)
 
     def _order_for(self, base: Value, dims: tuple[int, ...], layout: Layout) -> tuple[int, ...] | None:
         """Strides of `base` that make the view (dims, layout) row-major, if the view only permutes the base's dims."""
@@ -159,7 +159,7 @@ def _under_views(values: Iterable[Value]) -> set[Value]:
     return out
 
 
-def _view(value: Value, layout: Layout) -> Layout | None:
+def seen_through(value: Value, layout: Layout) -> Layout | None:
     """Layout of one result of a view node over its operand's layout; None if strides cannot express it."""
     node = value.node
     if node.op.strided is None:
