@@ -315,15 +315,17 @@ def test_contraction_names_every_axis_once_and_gives_the_result(case: Case):
     assert sorted(i for i in (*c.b_batch, *c.b_sum, *c.b_columns) if i >= 0) == list(range(b.rank))
     assert len(c.a_batch) == len(c.b_batch) and (b.rank > 2 or not c.b_batch)
     letters = iter("abcdefghijklmnop")
-    summed, batch = next(letters), [next(letters) for _ in c.a_batch]
+    summed, batch = [next(letters) for _ in c.a_sum], [next(letters) for _ in c.a_batch]
     rows, columns = [next(letters) for _ in c.a_rows], [next(letters) for _ in c.b_columns]
 
     def name(rank, groups):
         return "".join({i: s for axes, labels in groups for i, s in zip(axes, labels)}[i] for i in range(rank))
 
     left = name(a.rank, [(c.a_batch, batch), (c.a_rows, rows), (c.a_sum, summed)])
-    right = name(b.rank, [(c.b_batch, batch), (c.b_sum, summed), (c.b_columns, columns)])
+    right = name(b.rank, [(c.b_batch, batch), (c.b_sum, ["".join(summed)]), (c.b_columns, columns)])
     x, y = case.inputs.values()
+    (at,) = c.b_sum  # one axis, of all summed elements in order
+    y = y.reshape(*y.shape[:at], *(x.shape[i] for i in c.a_sum), *y.shape[at + 1 :])
     sizes = {s: d for label, array in ((left, x), (right, y)) for s, d in zip(label, array.shape) if d != 1}
     spread = [np.broadcast_to(v, [sizes.get(s, 1) for s in label]) for label, v in ((left, x), (right, y))]
     found = np.einsum(f"{left},{right}->{''.join(batch + rows + columns)}", *(v.astype(np.float64) for v in spread))
