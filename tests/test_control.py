@@ -309,6 +309,19 @@ def test_weights_of_a_body_are_packed_when_they_are_set() -> None:
         made.set_param("w", params["w"])
 
 
+def test_weights_that_bodies_and_the_graph_read_are_packed_once() -> None:
+    g = Graph("shared")
+    x, w = g.input("x", (2, 48), rlx.f32), g.param("w", (48, 48), rlx.f32)
+    (a,), _ = rlx.scan(lambda h: rlx.tanh(h @ w), x, length=3)
+    (b,) = rlx.cond(a.sum() > 0.0, lambda v: rlx.scan(lambda h: h @ w * 0.1, v, length=2)[0], lambda v: v @ w, a)
+    g.set_outputs([b, x @ w])
+    given, params = {"x": RNG.normal(size=(2, 48)).astype(np.float32)}, {"w": RNG.normal(size=(48, 48)).astype(np.float32)}
+    made = compiled_with(g, params)
+    assert [s.kernel.name for s in made.program().prepare] == ["pack"]
+    for have, want in zip(made.run(given), evaluate(g, given, params)[0], strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-3, atol=1e-3)
+
+
 def test_several_threads_and_one_give_the_same_bits() -> None:
     g, given, params = recurrence()
     one, two = (compiled_with(g, params, threads=n).run(given) for n in (1, 2))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
+
+import numpy as np
 
 from rlx.compiler.check import check_program
 from rlx.compiler.compilation import Compilation
@@ -22,9 +25,11 @@ from rlx.errors import VerifyError
 from rlx.ir import kernel as K
 from rlx.ir.graph import CONSTANT, HANDLE, INPUT, PARAM, Graph, Node, Value
 from rlx.ir.kernel_text import print_kernel
+from rlx.ir.layout import TiledLayout
 from rlx.ir.op import Kind
 from rlx.ir.overlap import may_overlap
 from rlx.ir.program import BufferDecl, NodeReport, OutputDecl, Program, Region, RouterDecl, Step
+from rlx.ir.shape import Shape
 from rlx.ir.target import Target
 
 LEAF_REGIONS = {INPUT: Region.INPUT, PARAM: Region.PARAM, HANDLE: Region.HANDLE, CONSTANT: Region.CONSTANT}
@@ -40,18 +45,22 @@ class Assembled(NamedTuple):
     made: dict[str, list[Group | Value]]
 
 
-def assembled(graph: Graph, target: Target, options: CompileOptions, nested: bool = False) -> Assembled:
-    """The program of `graph`. Raises CompileError, VerifyError or OptionError. `nested`: as in Compilation."""
+def assembled(
+    graph: Graph, target: Target, options: CompileOptions, outer: Mapping[str, str] | None = None
+) -> Assembled:
+    """The program of `graph`. Raises CompileError, VerifyError or OptionError. `outer`: it is a sub-graph (Compilation.nested),
+    and these are the names of what its params are outside."""
+    nested = outer is not None
     stages: dict[str, str] = {}
     graphs: dict[str, Graph] = {}
-    compilation, key = Compilation(target, options, nested), _Keys()
+    compilation, key = Compilation(target, options, nested), _Keys(outer or {})
     facts = facts_of(run_passes(graph, compilation, stages if options.wants_text else None, graphs=graphs), compilation)
     groups = fuse(facts)
     if options.wants_text:
         keep_text(stages, "groups", facts.graph.name, print_groups(groups, facts.graph), options)
     inner = replace(options, dims={}, extent=None, handles=(), verbose=False, dump=None)
     flows = {
-        g: lower_control(g, facts, lambda body: assembled(body, target, inner, nested=True).program, key.of)
+        g: lower_control(g, facts, lambda body, keys: assembled(body, target, inner, keys).program, key.of)
         for g in groups if g.anchor is not None and g.anchor.op.kind is Kind.CONTROL
     }  # fmt: skip
     made: dict[Group | Value, Lowered] = {g: flows[g].lowered if g in flows else lower_group(g, facts) for g in groups}
@@ -83,7 +92,7 @@ class _Assembler:
         self.buffers: list[BufferDecl] = []
         self.made: dict[str, list[Group | Value]] = {}
         self.key, self.flows = key.of, flows
-        self._named: dict[str, int] = {}  # prepared buffers of sub-programs
+        self.prepared: dict[str, int] = {}  # by name
 
     def program(self, source: Graph, stages: dict[str, str], reports: tuple[NodeReport, ...]) -> Program:
         graph, places = self.facts.graph, self.facts.places
@@ -91,7 +100,7 @@ class _Assembler:
         undo = {u.undo.node: u for u in graph.updates if u.undo is not None}
         groups = [g for g in self.lowered if g.anchor not in undo]
         prepare, made = (tuple(self.step(self.lowered[g]) for g in groups if g.static is ahead) for ahead in (True, False))
-        lifted = self.lifted()
+        lifted = self.lifted(prepare)
         prepare = (*prepare, *(step for _, step in lifted))
         apart = "concurrent" in self.options.disable
         order = [(i, False) for i in range(len(made))] if apart else group_concurrent(made, self.target)
@@ -125,38 +134,42 @@ class _Assembler:
             reports,
         )  # fmt: skip
 
-    def lifted(self) -> list[tuple[Group, Step]]:
-        """The steps of sub-programs that depend on params alone; those that two sub-programs have in common once."""
+    def lifted(self, prepare: Sequence[Step]) -> list[tuple[Group, Step]]:
+        """The steps of sub-programs that depend on params alone, without those that are among `prepare` or others of them."""
         found: list[tuple[Group, Step]] = []
         for group, flow in self.flows.items():
             for kernel, args in flow.ahead:
                 step = Step(kernel, tuple(map(self.id, args)))
-                if not any(step.writes & other.writes for _, other in found):
+                if not any(step.writes & other.writes for other in (*prepare, *(s for _, s in found))):
                     found.append((group, step))
         return found
 
-    def extra(self, place: Extra) -> int:
-        if place.region is Region.PREPARED and place.name in self._named:
-            return self._named[place.name]
-        number = self._named[place.name] = len(self.buffers)
-        self.buffers.append(BufferDecl(number, place.region, place.shape, place.name, place.data, place.layout))
+    def declared(
+        self, region: Region, shape: Shape, name: str, data: np.ndarray | None = None, layout: TiledLayout | None = None
+    ) -> int:
+        """The number of a new buffer, or of the one that is prepared under that name."""
+        if region is Region.PREPARED and name in self.prepared:
+            return self.prepared[name]
+        number = len(self.buffers)
+        if region is Region.PREPARED:
+            self.prepared[name] = number
+        self.buffers.append(BufferDecl(number, region, shape, name, data, layout))
         return number
 
     def id(self, base: Place) -> int:
         """The number of the buffer that holds `base`."""
         if base not in self.ids and isinstance(base, Extra):
-            self.ids[base] = self.extra(base)
+            self.ids[base] = self.declared(base.region, base.shape, base.name, base.data, base.layout)
         elif base not in self.ids and isinstance(base, Value):
             node = base.node
-            number = self.ids[base] = len(self.buffers)
             region = LEAF_REGIONS.get(node.op) or self.computed_region(base)
-            name = (node.name if node.op in (INPUT, PARAM, HANDLE) else None) or f"%{number}"
+            name = (node.name if node.op in (INPUT, PARAM, HANDLE) else None) or f"%{len(self.buffers)}"
             if region is Region.PREPARED:
                 name = f"{self.key(node)}[{base.index}]"
             data = node.attrs.data if node.op is CONSTANT else None  # type: ignore[union-attr]
             tiles = self.facts.places.tiles.get(base)
             shape = base.shape if tiles is None else base.shape.with_dims(tiles.dims)
-            self.buffers.append(BufferDecl(number, region, shape, name, data, tiles))
+            self.ids[base] = self.declared(region, shape, name, data, tiles)
         return self.ids[base]
 
     def computed_region(self, base: Value) -> Region:
@@ -174,12 +187,16 @@ class _Assembler:
 
 
 class _Keys:
-    """A name for a value computed from params, made of its computation: equal in all programs that compute it alike."""
+    """A name for a value computed from params, made of its computation: equal in all programs that compute it alike. `outer`: the
+    names of params of a sub-graph, as of what they are outside."""
 
-    def __init__(self) -> None:
+    def __init__(self, outer: Mapping[str, str]) -> None:
         self._keys: dict[Node, str] = {}
+        self._outer = outer
 
     def of(self, node: Node) -> str:
+        if node.op is PARAM and node.name in self._outer:
+            return self._outer[str(node.name)]
         if node not in self._keys:
             is_data = node.op is CONSTANT
             attrs = hashlib.sha256(node.attrs.data.tobytes()).hexdigest() if is_data else repr(node.attrs)  # type: ignore[union-attr]

@@ -9,7 +9,6 @@ program. The arena of the bodies is one buffer of the step.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -44,7 +43,15 @@ class Flow(NamedTuple):
     ahead: tuple[Ahead, ...]
 
 
-Compile = Callable[[Graph], Program]  # a sub-graph, compiled
+Compile = Callable[[Graph, Mapping[str, str]], Program]  # a sub-graph, compiled; the names of its params' values (_Keys)
+
+
+class Inner(NamedTuple):
+    """A sub-graph to compile. `wires`: what each of its leaves is outside; `keys`: the names of values known before runs."""
+
+    graph: Graph
+    wires: dict[str, Place]
+    keys: dict[str, str]
 
 
 def lower_control(group: Group, facts: Facts, compile_body: Compile, key: Callable[[Node], str]) -> Flow:
@@ -59,7 +66,6 @@ class _Lowering:
         self.args: dict[Place, int] = {}
         self.written: set[Place] = set()
         self.ahead: list[Ahead] = []
-        self.prepared: dict[str, Extra] = {}
         self.arena = 0
 
     def place(self, value: Value) -> Place:
@@ -75,14 +81,12 @@ class _Lowering:
         results = [self.arg(v, written=True) for v in node.results]
         if isinstance(attrs, LoopAttrs):
             count, *rest = results
-            graph, wires = self.loop_graph(attrs)
-            body = self.body(graph, wires)
+            body = self.body(self.loop_graph(attrs))
             copies = tuple((self.arg(self.place(v)), to) for v, to in zip(node.inputs[: attrs.carried], rest))
             zeroed = tuple(rest[attrs.carried :]) if attrs.tests else ()
             made = FlowAttrs((body[0],), (body[1],), copies, zeroed, rest[0] if attrs.tests else -1, count, attrs.limit)
         else:
-            graphs = [self.branch_graph(b) for b in vars(attrs).values() if isinstance(b, Body)]
-            bodies = [self.body(graph, wires) for graph, wires in graphs]
+            bodies = [self.body(self.branch_graph(b)) for b in vars(attrs).values() if isinstance(b, Body)]
             made = FlowAttrs(*zip(*bodies), test=self.arg(self.place(node.inputs[0])))  # type: ignore[arg-type]
         if self.arena:
             scratch = Extra(Region.ARENA, Shape((self.arena,), u8), f"arena of {node.op.name}")
@@ -103,24 +107,27 @@ class _Lowering:
 
     # -- sub-graphs
 
-    def captured(self, graph: Graph, leaf: Value, operand: Value, wires: dict[str, Place]) -> Value:
+    def captured(self, inner: Inner, leaf: Value, operand: Value) -> Value:
         """A value from outside, as a leaf of the sub-graph."""
         name = str(leaf.name)
-        wires[name] = self.place(operand)
+        inner.wires[name] = self.place(operand)
         if self.facts.compilation.is_static(operand.node):
-            return graph.param(name, leaf.dims, leaf.dtype)
-        return graph.handle(BufferHandle(name, leaf.dims, leaf.dtype))
+            inner.keys[name] = self.key(operand.node) + (f"[{operand.index}]" if operand.index else "")
+            return inner.graph.param(name, leaf.dims, leaf.dtype)
+        return inner.graph.handle(BufferHandle(name, leaf.dims, leaf.dtype))
 
-    def branch_graph(self, body: Body) -> tuple[Graph, dict[str, Place]]:
-        graph, wires = Graph(body.name), dict[str, Place]()
-        inner = body.inline([self.captured(graph, x, v, wires) for x, v in zip(body.inputs, self.node.inputs[1:])])
-        for i, (made, result) in enumerate(zip(inner, self.node.results)):
-            self.give(graph, f"result.{i}", made, result, wires)
-        return graph, wires
+    def branch_graph(self, body: Body) -> Inner:
+        inner = Inner(Graph(body.name), {}, {})
+        found = body.inline([self.captured(inner, x, v) for x, v in zip(body.inputs, self.node.inputs[1:])])
+        for i, (made, result) in enumerate(zip(found, self.node.results)):
+            inner.wires[f"result.{i}"] = result
+            inner.graph.assign(inner.graph.handle(BufferHandle(f"result.{i}", result.dims, result.dtype)), made)
+        return inner
 
-    def loop_graph(self, attrs: LoopAttrs) -> tuple[Graph, dict[str, Place]]:
+    def loop_graph(self, attrs: LoopAttrs) -> Inner:
         """The iteration: carried values and rows of what is stacked are states that get a next value."""
-        graph, wires = Graph(attrs.body.name), dict[str, Place]()
+        inner = Inner(Graph(attrs.body.name), {}, {})
+        graph, wires, _ = inner
         number, *inputs = attrs.body.inputs
         count, *results = self.node.results
         wires[str(number.name)] = count
@@ -130,7 +137,7 @@ class _Lowering:
             wires[str(leaf.name)] = result
             now.append(graph.handle(BufferHandle(str(leaf.name), leaf.dims, leaf.dtype)))
         operands = self.node.inputs[attrs.carried :]
-        given = [self.captured(graph, x, v, wires) for x, v in zip(inputs[attrs.carried :], operands)]
+        given = [self.captured(inner, x, v) for x, v in zip(inputs[attrs.carried :], operands)]
         made = attrs.body.inline([at, *now, *given])
         for handle, value in zip(now, made):
             if value is not handle or len(made) == 1:
@@ -139,18 +146,14 @@ class _Lowering:
             stack = graph.handle(BufferHandle(f"stacked.{i}", result.dims, result.dtype))
             wires[f"stacked.{i}"] = result
             graph.assign(stack, update_rows(stack, unsqueeze(row, 0), at))
-        return graph, wires
-
-    def give(self, graph: Graph, name: str, made: Value, result: Value, wires: dict[str, Place]) -> None:
-        wires[name] = result
-        graph.assign(graph.handle(BufferHandle(name, result.dims, result.dtype)), made)
+        return inner
 
     # -- sub-programs
 
-    def body(self, graph: Graph, wires: Mapping[str, Place]) -> tuple[int, tuple[int, ...]]:
+    def body(self, inner: Inner) -> tuple[int, tuple[int, ...]]:
         """Compiles a sub-graph: its number in facts.bodies, and the argument that is each of its outer buffers."""
-        program = self.compile_body(graph)
-        places = self.places(program, wires)
+        program = self.compile_body(inner.graph, inner.keys)
+        places = self.places(program, inner.wires)
         for step in program.prepare:
             self.ahead.append(Ahead(step.kernel, tuple(places[a] for a in step.args)))
         body, outer = _normal(program, {b.id for b in program.buffers if b.id in places and places[b.id] in self.written})
@@ -164,24 +167,12 @@ class _Lowering:
     def places(self, program: Program, wires: Mapping[str, Place]) -> dict[int, Place]:
         """What each buffer of a sub-program is outside, but for those in its arena."""
         found: dict[int, Place] = {}
-        sources = {id: names for step, names in zip(program.prepare, program.sources) for id in step.writes}
         for b in program.buffers:
             if b.region in (Region.PARAM, Region.HANDLE):
                 found[b.id] = wires[b.name]
-            elif b.region is Region.PREPARED:
-                name = self.prepared_name(b.name, sources.get(b.id, frozenset()), wires)
-                found[b.id] = self.prepared.setdefault(name, Extra(b.region, b.shape, name, layout=b.layout))
-            elif b.region is Region.CONSTANT:
-                found[b.id] = Extra(b.region, b.shape, b.name, b.data)
+            elif b.region in (Region.PREPARED, Region.CONSTANT):
+                found[b.id] = Extra(b.region, b.shape, b.name, b.data, b.layout)
         return found
-
-    def prepared_name(self, own: str, params: Iterable[str], wires: Mapping[str, Place]) -> str:
-        """A name made of the computation: its own, and what the params that it depends on are outside."""
-        whole = [own]
-        for name in sorted(params):
-            place = wires[name]
-            whole.append(f"{name} {self.key(place.node)}[{place.index}]" if isinstance(place, Value) else f"{name} {place.name}")
-        return f"{own.partition(':')[0]}:{hashlib.sha256('|'.join(whole).encode()).hexdigest()[:24]}[0]"
 
 
 def _elements(place: Place) -> int:
