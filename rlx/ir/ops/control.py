@@ -75,8 +75,8 @@ def _takes(body: Body, shapes: Sequence[Shape]) -> Body:
     body = body.bind(sizes) if sizes else body
     for v, given in zip(body.inputs, shapes):
         if v.shape != given:
-            error = DTypeError if v.dtype != given.dtype else ShapeError
-            raise error(f"the body {body.name!r} takes {v.name} as {v.shape}, got {given}")
+            asked = f"the body {body.name!r} takes {v.name} as {v.shape}, got {given}"
+            raise ShapeError(asked) if v.dtype == given.dtype else DTypeError(f"{asked}; cast it: x.astype({v.dtype.name!r})")
     if any(s.dtype == c64 for s in (*shapes, *body.shapes)):
         raise DTypeError("sub-graphs take and give no complex numbers: use view_as_real outside and view_as_complex inside")
     return body
