@@ -1,0 +1,180 @@
+"""Attention operators of ONNX Runtime (com.microsoft)."""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from rlx.frontends.onnx.call import Call
+from rlx.frontends.onnx.ops.attention import heads_last
+from rlx.frontends.onnx.ops.shape import known_dim
+from rlx.frontends.onnx.table import handler
+from rlx.ir import functions, ops
+from rlx.ir.dtype import i64
+from rlx.ir.node import Value
+
+MS = "com.microsoft"
+
+
+def _heads(x: Value, count: int) -> Value:
+    """[batch, heads, rows, head_dim] from [batch, rows, columns]."""
+    b, rows, width = x.dims
+    return ops.transpose(x.reshape((b, rows, count, width // count)), axes=(0, 2, 1, 3))  # type: ignore[operator]
+
+
+def _turned(x: Value, cos: Value, sin: Value, paired: bool) -> Value:
+    """The first columns of each head, rotated; angles [batch or 1, 1, rows, pairs]."""
+    half = cos.shape.static[-1]
+    own, rest = x[..., : 2 * half], x[..., 2 * half :]
+    a, b = (own[..., 0::2], own[..., 1::2]) if paired else (own[..., :half], own[..., half:])
+    cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
+    parts = [a * cos - b * sin, a * sin + b * cos]
+    out = functions.stack(parts, -1).reshape(own.dims) if paired else ops.concat(*parts, axis=-1)
+    return ops.concat(out, rest, axis=-1) if x.shape.static[-1] > 2 * half else out
+
+
+def _angles(n: Call, i: int, positions: Value) -> tuple[Value, Value]:
+    """Rows of the tables in operands i and i + 1."""
+    cos, sin = (ops.unsqueeze(ops.gather(n.value(at), positions), axes=(1,)) for at in (i, i + 1))
+    return cos, sin
+
+
+@handler("RotaryEmbedding", domain=MS)
+def rotary_embedding(n: Call) -> Value:
+    """Position ids are those of each token, or the first one's for all rows."""
+    rank, width = n.rank(0), 2 * n.sizes(2)[1]
+    if n.attr("is_packed_batching", 0) or n.attr("scale", 1.0) != 1.0:
+        n.refuse("packed batches and scales are not supported")
+    count = n.attr("num_heads", 0) or known_dim(n, 0, 2) // width
+    x, at = (n.value(0) if rank == 4 else _heads(n.value(0), count)), n.value(1).astype(i64)
+    if at.rank == 1:
+        at = at.reshape((1, 1)) + ops.iota(dims=(1, known_dim(n, 0, rank - 2)), axis=1)
+    return heads_last(_turned(x, *_angles(n, 2, at), bool(n.attr("interleaved", 0))), rank)
+
+
+@handler("MultiHeadAttention", domain=MS)
+def multi_head_attention(n: Call) -> Any:
+    """Operands: q, k, v (k and v may have heads already, or all three are packed in q), bias, padding mask of keys, bias of
+    scores, past keys and values. Results: the attended values, keys, values."""
+    heads, q = n.attr("num_heads"), n.value(0)
+    if any(n.has(i) for i in (8, 9)) or n.wants(3):
+        n.refuse("shared buffers of the past, indirections and scores as a result are not supported")
+    if q.rank == 5:  # [batch, rows, heads, 3, head_dim]
+        q, k, v = (ops.transpose(q[:, :, :, i], axes=(0, 2, 1, 3)) for i in range(3))
+    elif not n.has(2):
+        n.refuse("keys and values packed in one operand are not supported")
+    else:
+        given = [q, n.value(1), n.value(2)]
+        if n.has(3):
+            sizes = tuple(heads * x.shape.static[-1] if x.rank == 4 else x.shape.static[-1] for x in given)
+            parts = ops.split(n.value(3), parts=sizes, axis=0)
+            given = [x if x.rank == 4 else x + b for x, b in zip(given, parts)]
+        q, k, v = (x if x.rank == 4 else _heads(x, heads) for x in given)
+    if n.has(6):
+        k, v = ops.concat(n.value(6), k, axis=2), ops.concat(n.value(7), v, axis=2)
+    out = _attended(n, q, k, v, _padding(n, 4), n.maybe(5))
+    return heads_last(out, 3), k, v
+
+
+@handler("Attention", domain=MS)
+def attention(n: Call) -> Any:
+    """Projections of x to q, k and v by one matrix, then attention. The past has keys and values in one tensor."""
+    heads, x, w = n.attr("num_heads"), n.value(0), n.value(1)
+    if n.attr("do_rotary", 0) or n.has(6):
+        n.refuse("rotary embedding and shared buffers of the past are not supported")
+    sizes = n.attr("qkv_hidden_sizes", None) or (w.shape.static[1] // 3,) * 3
+    made = ops.matmul(x, w)
+    made = made + n.value(2) if n.has(2) else made
+    q, k, v = (_heads(part, heads) for part in ops.split(made, parts=tuple(sizes), axis=-1))
+    if n.has(4):
+        k, v = (ops.concat(n.value(4)[i], part, axis=2) for i, part in enumerate((k, v)))
+    out = _attended(n, q, k, v, _padding(n, 3), n.maybe(5))
+    return heads_last(out, 3), functions.stack([k, v], 0)
+
+
+def _padding(n: Call, i: int) -> Value | None:
+    """The padding mask in operand i, as bool that broadcasts to scores: lengths, or numbers that are 0 where a key is padding."""
+    if not n.has(i):
+        return None
+    mask = n.value(i)
+    if mask.rank == 1:
+        if mask.dims != n.dims(0)[:1]:
+            n.refuse("masks by start and end of each row are not supported")
+        return ops.less(ops.iota(dims=(1, 1, 1, known_dim(n, 0, 1)), axis=3), mask.reshape((-1, 1, 1, 1)).astype(i64))
+    seen = ops.not_equal(mask, 0)
+    return ops.unsqueeze(seen, axes=(1, 2) if mask.rank == 2 else (1,)) if mask.rank < 4 else seen
+
+
+def _attended(n: Call, q: Value, k: Value, v: Value, seen: Value | None, bias: Value | None) -> Value:
+    """Attention under a padding mask, a bias of scores, and the attribute `unidirectional`."""
+    queries, keys = q.shape.static[2], k.shape.static[2]
+    facts: dict[str, Any] = {"scale": n.attr("scale", 0.0) or 0.0}
+    causal = bool(n.attr("unidirectional", 0))
+    if seen is None and bias is None:
+        return ops.attention(q, k, v, mask="causal" if causal else "none", **facts)
+    if causal:
+        row, column = (ops.iota(dims=(1, 1, queries, keys), axis=axis) for axis in (2, 3))
+        before = ops.less_equal(column, row + (keys - queries))
+        seen = before if seen is None else ops.logical_and(seen, before)
+    if bias is None:
+        return ops.attention(q, k, v, seen, mask="custom", **facts)  # type: ignore[arg-type]
+    least = n.attr("mask_filter_value", -10000.0)
+    bias = bias if seen is None else bias + ops.where(seen, 0.0, least).astype(bias.dtype)
+    return ops.attention(q, k, v, bias, mask="bias", **facts)
+
+
+@handler("GroupQueryAttention", domain=MS)
+def group_query_attention(n: Call) -> Any:
+    """Operands: q, k, v (or all in q), past keys and values, the last position of each row, the greatest number of keys, tables
+    of cosines and sines, position ids, bias of scores. Where the past has room for all keys, new ones are written into it."""
+    if n.has(11) or n.attr("smooth_softmax", 0) > 0 or n.wants(3):
+        n.refuse("sinks, smooth softmax and scores as a result are not supported")
+    heads, groups, rows = n.attr("num_heads"), n.attr("kv_num_heads"), known_dim(n, 0, 1)
+    if n.has(1):
+        parts: Any = (n.value(0), n.value(1), n.value(2))
+    else:
+        width = known_dim(n, 0, 2) // (heads + 2 * groups)
+        parts = ops.split(n.value(0), parts=(heads * width, groups * width, groups * width), axis=-1)
+    q, k, v = (_heads(x, count) for x, count in zip(parts, (heads, groups, groups)))
+    past = known_dim(n, 3, 2) if n.has(3) else 0
+    total = int(np.asarray(n.known(6)).reshape(-1)[0])
+    size = max(past, total)
+    lengths = n.value(5).astype(i64).reshape((-1, 1)) + 1
+    start = ops.maximum(lengths - rows, 0)  # of the new rows; a row that is shorter than its prompt starts at 0
+    if n.attr("do_rotary", 0):
+        at = n.value(9).astype(i64) if n.has(9) else start + ops.iota(dims=(1, rows), axis=1)
+        angles = _angles(n, 7, at)
+        q, k = (_turned(x, *angles, bool(n.attr("rotary_interleaved", 0))) for x in (q, k))
+    alone = n.dims(0)[0] == 1 and size == past + rows
+    if past:
+        k, v = (_joined(n, i, x, start, size, alone) for i, x in ((3, k), (4, v)))
+    window = n.attr("local_window_size", -1)
+    facts: dict[str, Any] = {"scale": n.attr("scale", 0.0) or 0.0, "cap": n.attr("softcap", 0.0)}
+    if (alone or not past) and not n.has(10):
+        kind: Any = "sliding_window" if window > 0 else "causal"
+        out = ops.attention(q, k, v, mask=kind, **({"window": window} if window > 0 else {}), **facts)
+        return heads_last(out, 3), k, v
+    behind = start.reshape((-1, 1, 1, 1)) + ops.iota(dims=(1, 1, rows, 1), axis=2) - ops.iota(dims=(1, 1, 1, size), axis=3)
+    seen = [ops.less_equal(0, behind)] + ([ops.less(behind, window)] if window > 0 else [])
+    mask = reduce(ops.logical_and, seen)
+    if n.has(10):
+        out = ops.attention(q, k, v, ops.where(mask, n.value(10), -math.inf), mask="bias", **facts)
+    else:
+        out = ops.attention(q, k, v, mask, mask="custom", **facts)
+    return heads_last(out, 3), k, v
+
+
+def _joined(n: Call, i: int, fresh: Value, start: Value, size: int, alone: bool) -> Value:
+    """The past in operand i with new rows behind it, or from the position `start` of each row of the batch on."""
+    past = n.value(i)
+    if alone:
+        return ops.concat(past, fresh, axis=2)
+    room, rows = size - past.shape.static[2], fresh.shape.static[2]
+    wide = ops.pad(past, low=(0,) * 4, high=(0, 0, room, 0)) if room else past
+    offset = ops.iota(dims=(1, 1, size, 1), axis=2) - start.reshape((-1, 1, 1, 1))
+    inside = ops.logical_and(ops.less_equal(0, offset), ops.less(offset, rows))
+    at = ops.broadcast_to(ops.where(inside, offset, 0), dims=wide.dims)
+    return ops.where(inside, ops.gather_elements(fresh, at, axis=2), wide)

@@ -1,0 +1,201 @@
+"""Operators of ONNX Runtime's domain, against formulas of torch, and against ONNX Runtime where it is installed."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from onnx import TensorProto
+
+import rlx
+from rlx.frontends.onnx import OnnxModel
+from tests.onnx_models import runtime
+
+RNG = np.random.default_rng(7)
+
+
+def normal(*dims):
+    return RNG.normal(size=dims).astype(np.float32)
+
+
+def made(op, inputs, attrs=None, outputs=1, consts=()):
+    """A model of one node. `inputs`: arrays by name, in order; "" for an operand that is left out."""
+    info = onnx.helper.make_tensor_value_info
+    kinds = {name: onnx.helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in inputs.items() if x is not None}
+    node = onnx.helper.make_node(
+        op, [k if x is not None else "" for k, x in inputs.items()], [f"y{i}" for i in range(outputs)], domain="com.microsoft",
+        **(attrs or {}),
+    )  # fmt: skip
+    given = [info(k, kinds[k], inputs[k].shape) for k in kinds if k not in consts]
+    inits = [onnx.numpy_helper.from_array(inputs[k], k) for k in consts]
+    results = [info(name, TensorProto.FLOAT, None) for name in node.output]
+    graph = onnx.helper.make_graph([node], "net", given, results, inits)
+    domains = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
+    return onnx.helper.make_model(graph, opset_imports=domains, ir_version=10)
+
+
+def check(op, inputs, attrs, expected, consts=(), atol=2e-5, outputs=0):
+    """The first results of rlx are the expected ones, and ONNX Runtime's."""
+    model = made(op, inputs, attrs, outputs or len(expected), consts)
+    feeds = {k: x for k, x in inputs.items() if x is not None and k not in consts}
+    found = list(OnnxModel(model).run(feeds).values())
+    judges = [[np.asarray(x) for x in expected], runtime(model, feeds) or []]
+    for judge in judges:
+        for got, want in zip(found[: len(expected)], judge):
+            np.testing.assert_allclose(got, want, rtol=2e-5, atol=atol)
+    return found
+
+
+X, BIAS, SCALE, SHIFT = normal(2, 3, 8), normal(8), normal(8), normal(8)
+T = torch.from_numpy
+RMS = lambda x: x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * SCALE  # noqa: E731
+SMALL = {
+    "Gelu": ({"x": X}, {}, F.gelu(T(X))),
+    "BiasGelu": ({"x": X, "b": BIAS}, {}, F.gelu(T(X + BIAS))),
+    "FastGelu": ({"x": X, "b": BIAS}, {}, F.gelu(T(X + BIAS), approximate="tanh")),
+    "QuickGelu": ({"x": X}, {"alpha": 1.5}, T(X) * torch.sigmoid(1.5 * T(X))),
+    "FusedMatMul": ({"x": X, "y": normal(2, 3, 5)}, {"transA": 1, "alpha": 0.5}, None),
+    "SkipLayerNormalization": (
+        {"x": X, "s": X[::-1].copy(), "g": SCALE, "b": SHIFT, "c": BIAS}, {"epsilon": 1e-5},
+        F.layer_norm(T(X + X[::-1] + BIAS), (8,), T(SCALE), T(SHIFT)),
+    ),
+    "SkipSimplifiedLayerNormalization": ({"x": X, "s": X[::-1].copy(), "g": SCALE}, {"epsilon": 1e-5}, RMS(X + X[::-1])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", SMALL)
+def test_activations_norms_and_products(op):
+    inputs, attrs, expected = SMALL[op]
+    expected = 0.5 * np.swapaxes(inputs["x"], 1, 2) @ inputs["y"] if expected is None else expected
+    check(op, inputs, attrs, [expected])
+
+
+def test_a_fused_convolution_adds_and_activates():
+    x, w, z = normal(1, 2, 5, 5), normal(3, 2, 3, 3), normal(1, 3, 5, 5)
+    inputs = {"x": x, "w": w, "b": None, "z": z}
+    expected = F.leaky_relu(F.conv2d(T(x), T(w), padding=1) + T(z), 0.2)
+    model = made("FusedConv", inputs, {"pads": [1] * 4, "activation": "LeakyRelu", "activation_params": [0.2]})
+    np.testing.assert_allclose(OnnxModel(model)(x, w, z), expected, rtol=1e-5, atol=1e-5)
+
+
+# -- attention -----------------------------------------------------------------------------------------------------------
+
+
+def split(x, heads):
+    return T(x).reshape(x.shape[0], x.shape[1], heads, -1).transpose(1, 2)
+
+
+def joined(x):
+    return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], -1).numpy()
+
+
+@pytest.mark.parametrize("causal", [0, 1])
+def test_multi_head_attention_has_bias_masks_and_a_past(causal):
+    q, k, v, bias = normal(2, 3, 16), normal(2, 3, 16), normal(2, 3, 16), normal(48)
+    past = normal(2, 4, 2, 4), normal(2, 4, 2, 4)
+    mask = np.array([[1, 1, 1, 1, 1], [0, 1, 1, 1, 1]], np.int32)
+    extra = normal(1, 4, 3, 5)
+    qh, kh, vh = (split(x + bias[i * 16 :][:16], 4) for i, x in enumerate((q, k, v)))
+    kh, vh = torch.cat([T(past[0]), kh], 2), torch.cat([T(past[1]), vh], 2)
+    seen = T(mask).bool()[:, None, None, :] & (torch.ones(3, 5).tril(2).bool() if causal else True)
+    scores = T(extra).expand(2, 4, 3, 5).masked_fill(~seen, -10000.0)
+    expected = F.scaled_dot_product_attention(qh, kh, vh, attn_mask=scores, scale=0.3)
+    inputs = {"q": q, "k": k, "v": v, "b": bias, "m": mask, "e": extra, "pk": past[0], "pv": past[1]}
+    attrs = {"num_heads": 4, "scale": 0.3, "unidirectional": causal, "mask_filter_value": -10000.0}
+    check("MultiHeadAttention", inputs, attrs, [joined(expected), kh, vh])
+
+
+def test_attention_projects_with_one_matrix():
+    x, w, b = normal(2, 3, 8), normal(8, 24), normal(24)
+    lengths = np.array([3, 2], np.int32)
+    q, k, v = (split((x @ w + b)[..., i * 8 :][..., :8], 2) for i in range(3))
+    seen = (torch.arange(3)[None, :] < T(lengths)[:, None])[:, None, None, :]
+    expected = joined(F.scaled_dot_product_attention(q, k, v, attn_mask=seen))
+    check("Attention", {"x": x, "w": w, "b": b, "m": lengths}, {"num_heads": 2}, [expected], consts=("w", "b"))
+
+
+def rotated(x, at, cos, sin, paired):
+    """x [batch, heads, rows, head_dim], positions [batch, rows]."""
+    c, s = (T(table)[T(at)][:, None] for table in (cos, sin))
+    a, b = (x[..., 0::2], x[..., 1::2]) if paired else x.chunk(2, -1)
+    parts = a * c - b * s, a * s + b * c
+    return torch.stack(parts, -1).flatten(-2) if paired else torch.cat(parts, -1)
+
+
+ANGLES = np.arange(32)[:, None] * 0.5 ** np.arange(8)
+TABLES = np.cos(ANGLES).astype(np.float32), np.sin(ANGLES).astype(np.float32)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_rotary_embedding_counts_from_the_first_position(paired):
+    x, first = normal(2, 3, 32), np.array([5], np.int64)
+    expected = joined(rotated(split(x, 2), np.tile([5, 6, 7], (2, 1)), *TABLES, paired))
+    inputs = {"x": x, "p": first, "c": TABLES[0], "s": TABLES[1]}
+    check("RotaryEmbedding", inputs, {"interleaved": int(paired)}, [expected], consts=("c", "s"))
+
+
+@pytest.mark.parametrize("window", [-1, 3])
+@pytest.mark.parametrize("batch,rows,past,lengths", [
+    (1, 4, 0, [4]), (1, 1, 5, [6]), (2, 1, 5, [6, 4]), (2, 4, 0, [4, 4]), (1, 1, 8, [6]),
+])  # fmt: skip
+def test_group_query_attention_places_new_keys_behind_those_of_each_row(batch, rows, past, lengths, window):
+    q, k, v = normal(batch, rows, 64), normal(batch, rows, 32), normal(batch, rows, 32)
+    old = [normal(batch, 2, past, 16) for _ in range(2)]
+    total = max(lengths)
+    at = np.stack([np.arange(n - rows, n) for n in lengths])
+    qh, kh = (rotated(split(x, h), at, *TABLES, False) for x, h in ((q, 4), (k, 2)))
+    vh, size = split(v, 2), max(total, past)
+    full = [torch.zeros(batch, 2, size, 16) for _ in range(2)]
+    for b, n in enumerate(lengths):
+        for to, before, fresh in zip(full, old, (kh, vh)):
+            to[b, :, :past] = T(before[b])
+            to[b, :, n - rows : n] = fresh[b]
+    place = torch.arange(size)[None, None, None, :]
+    behind = T(at)[:, None, :, None] - place
+    seen = (behind >= 0) & ((behind < window) if window > 0 else True)
+    every = [x.repeat_interleave(2, 1) for x in full]
+    expected = joined(F.scaled_dot_product_attention(qh, *every, attn_mask=seen))
+    inputs = {"q": q, "k": k, "v": v, "pk": old[0], "pv": old[1], "n": np.array(lengths, np.int32) - 1,
+              "t": np.array(total, np.int32), "c": TABLES[0], "s": TABLES[1]}  # fmt: skip
+    if not past:
+        inputs |= {"pk": None, "pv": None}
+    attrs = {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1, "local_window_size": window}
+    found = check("GroupQueryAttention", inputs, attrs, [expected], consts=("t", "c", "s"), outputs=3)
+    for b, n in enumerate(lengths):
+        np.testing.assert_allclose(found[1][b, :, :n], full[0][b, :, :n], rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(found[2][b, :, :n], full[1][b, :, :n])
+
+
+# -- weights in blocks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [0, 2])
+@pytest.mark.parametrize("bits,zeros", [(4, False), (4, True), (8, False), (8, True)])
+def test_products_with_weights_in_blocks_read_packed_weights(bits, zeros, level):
+    k, n, block = 96, 10, 32
+    q = RNG.integers(0, 1 << bits, (n, k // block, block)).astype(np.uint8)
+    raw = q if bits == 8 else q[..., 0::2] | q[..., 1::2] << 4
+    scales = RNG.uniform(0.01, 0.02, (n, k // block)).astype(np.float32 if level == 0 else np.float16).astype(np.float32)
+    zero = RNG.integers(0, 1 << bits, (n, 3)).astype(np.uint8)
+    kept = zero if bits == 8 else np.stack([zero[:, 0] | zero[:, 1] << 4, zero[:, 2]], 1)
+    weight = (q.astype(np.float64) - (zero[..., None] if zeros else 1 << (bits - 1))) * scales[..., None]
+    x = normal(2, 3, k)
+    inputs = {"x": x, "w": raw, "s": scales.reshape(-1)} | ({"z": kept.reshape(-1)} if zeros else {})
+    attrs = {"K": k, "N": n, "bits": bits, "block_size": block, "accuracy_level": level}
+    expected = x @ weight.reshape(n, k).T
+    consts = tuple(inputs)[1:]
+    check("MatMulNBits", inputs, attrs, [expected], consts, atol=1e-4)
+    ops = {node.op.name for node in rlx.from_onnx(made("MatMulNBits", inputs, attrs, 1, consts)).nodes()}
+    assert ("dequant_matmul" in ops) == (level == 2)
+
+
+def test_rows_of_a_table_in_blocks_are_decoded():
+    q = RNG.integers(0, 16, (7, 64)).astype(np.uint8)
+    scales, at = RNG.uniform(0.01, 0.02, (7, 2)).astype(np.float32), np.array([[3, 0], [6, 6]])
+    inputs = {"w": q[:, 0::2] | q[:, 1::2] << 4, "i": at, "s": scales}
+    expected = ((q.astype(np.float32) - 8).reshape(7, 2, 32) * scales[..., None]).reshape(7, 64)[at]
+    attrs = {"block_size": 32, "bits": 4, "quantize_axis": 1}
+    model = made("GatherBlockQuantized", inputs, attrs, 1, ("w", "s"))
+    np.testing.assert_allclose(OnnxModel(model)(at), expected, rtol=1e-6)
