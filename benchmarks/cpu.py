@@ -40,6 +40,7 @@ def parts(threads: list[int], rounds: int) -> dict[str, list[list[str]]]:
         "encoders-int8": [[*encoder, "--precision", "int8", *minilm, *some]],
         "vision": [["vision.py", "--threads", *ends, "--model", *VISION, *few]],
         "vision-bf16": [["vision.py", "--precision", "bf16", "--threads", *ends, "--model", *VISION[:1], *few]],
+        "vision-int8": [["vision.py", "--precision", "int8", "--threads", *ends, "--model", *VISION[:1], *few]],
         "contractions": [["gemm.py", "--threads", *ends, *some]],
         "narrow": [["narrow.py", "--no-model", "--threads", *ends, *some]],
         "generation": [["generation.py", "--threads", t, *some] for t in several],

@@ -55,7 +55,8 @@ RESULTS = 2048  # numbers of a result that are compared
 class Workload:
     """The workload of a benchmark. `shapes`: of each model. `runners`: by engine; runner(task) returns a function that runs it
     once. `task`: (model, batch, length, threads) -> a task with `flops`, `threads` and `precision`. `program`: the file that each
-    engine's process runs. `engines`: by precision, those that have it. A model in any but f32 is called "MODEL PRECISION"."""
+    engine's process runs. `engines`: by precision, those that have it. A model in any but f32 is called "MODEL PRECISION".
+    `tolerance`: by precision, the greatest difference between two engines."""
 
     program: str
     title: str
@@ -63,6 +64,7 @@ class Workload:
     runners: Mapping[str, Callable[[Any], Callable[[], np.ndarray]]]
     task: Callable[[str, int, int, int], Any]
     engines: Mapping[str, tuple[str, ...]]
+    tolerance: Mapping[str, float] = field(default_factory=lambda: TOLERANCE)
 
 
 def package(engine: str) -> str:
@@ -155,17 +157,17 @@ def take_turns(running: list[Engine], limits: Engine, rounds: int) -> None:
 
 
 def compare(
-    program: str, engines: Sequence[str], model: str, shape: str, threads: int, rounds: int, pythons: dict[str, str]
+    w: Workload, engines: Sequence[str], model: str, shape: str, threads: int, rounds: int, pythons: dict[str, str]
 ) -> list[str]:
     """Table rows of one shape. SystemExit: a peer's result differs."""
     running, said = [], {}
     for name in [*engines, LIMITS]:  # one after the other: some take a gigabyte and both cores to start
-        running.append(Engine.start(program, name, model, shape, threads, pythons.get(name, sys.executable)))
+        running.append(Engine.start(w.program, name, model, shape, threads, pythons.get(name, sys.executable)))
         said[name] = running[-1].ready()
     limits = running.pop()
     ours = np.array(said["rlx"]["result"])
     apart = {name: float(np.abs(np.array(said[name]["result"]) - ours).max()) for name in engines}
-    if max(apart.values()) > TOLERANCE.get(model.split()[-1], TOLERANCE["f32"]):
+    if max(apart.values()) > w.tolerance.get(model.split()[-1], w.tolerance["f32"]):
         raise SystemExit(f"{model} {shape}: the peers disagree: {apart}")
     take_turns(running, limits, rounds)
     (work,) = said[LIMITS]["result"]
@@ -216,7 +218,7 @@ def main(w: Workload, about: str) -> None:
         able = [e for e in engines if e in w.engines[precision]]
         name = model if precision == "f32" else f"{model} {precision}"
         for shape, threads in ((s, t) for s in args.shapes or w.shapes[model] for t in args.threads):
-            rows += compare(w.program, able, name, shape, threads, args.rounds, pythons)
+            rows += compare(w, able, name, shape, threads, args.rounds, pythons)
     if args.write:
         append(f"{w.title}, {time.strftime('%Y-%m-%d')}", about, [*head, *rows])
 

@@ -89,9 +89,10 @@ def onnx_model(config: bert.BertConfig, weights: dict[str, np.ndarray], dims: tu
     return made
 
 
-def quantised(model, inputs: dict[str, np.ndarray]):
-    """The model with its products by constant matrices in bytes (a scale for each column of the matrix, one for all activations),
-    calibrated with these inputs, in the form of QuantizeLinear and DequantizeLinear nodes that both readers of ONNX fuse."""
+def quantised(model, inputs: dict[str, np.ndarray], operators: tuple[str, ...] = ("MatMul",)):
+    """The model with these products by constant weights in bytes (a scale for each column of the weights, one for all
+    activations), calibrated with these inputs, in the form of QuantizeLinear and DequantizeLinear nodes that both readers of ONNX
+    fuse."""
     import logging
     import tempfile
     from pathlib import Path
@@ -111,7 +112,7 @@ def quantised(model, inputs: dict[str, np.ndarray]):
     with tempfile.TemporaryDirectory() as place:
         path = Path(place, "quantised.onnx")
         quantize_static(
-            model, path, Once(), quant_format=QuantFormat.QDQ, op_types_to_quantize=["MatMul"], per_channel=True,
+            model, path, Once(), quant_format=QuantFormat.QDQ, op_types_to_quantize=[*operators], per_channel=True,
             activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, extra_options={"MatMulConstBOnly": True},
         )  # fmt: skip
         return onnx.load(path)

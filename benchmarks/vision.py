@@ -3,7 +3,8 @@
     python benchmarks/vision.py [--model resnet50 unet] [--precision f32 bf16] [--threads 1 2] [--shapes 1x224] [--write]
 
 Shapes are batch × height (and width). Engines run and alternate as in benchmarks/encoder.py, and every result is compared with
-rlx's; torch runs the network itself. The limit is the time of the network's multiply-adds, counted by torch.
+rlx's; torch runs the network itself. The limit is the time of the network's multiply-adds, counted by torch. int8 is as in
+benchmarks/encoder.py, with convolutions.
 """
 
 from __future__ import annotations
@@ -68,6 +69,14 @@ class Task:
             self.network(torch.from_numpy(self.image))
         return float(counter.get_total_flops())
 
+    @property
+    def given(self) -> Any:
+        """The ONNX model for engines that run it in this precision: int8 needs one with quantised convolutions and products."""
+        from benchmarks.encoder_onnx import quantised
+
+        made = self.exported
+        return quantised(made, {"image": self.image}, ("Conv", "Gemm", "MatMul")) if self.precision == "int8" else made
+
     @cached_property
     def exported(self) -> Any:
         """The ONNX model, with its weights inside. The file is kept for other processes."""
@@ -100,14 +109,14 @@ def run_rlx(task: Task) -> Run:
 
 
 def run_onnx(task: Task) -> Run:
-    found = task.exported
+    found = task.given
     (first, *_) = found.graph.output
     dims = tuple(d.dim_value for d in first.type.tensor_type.shape.dim)
     return onnx_session(found, task.threads, {"image": task.image}, (first.name, dims))
 
 
 def run_openvino(task: Task) -> Run:
-    return openvino_request(task.exported, task.threads, [task.image], task.precision)
+    return openvino_request(task.given, task.threads, [task.image], "f32" if task.precision == "f32" else "bf16")
 
 
 def run_torch(task: Task) -> Run:
@@ -133,7 +142,8 @@ RUNNERS: dict[str, Callable[[Task], Run]] = {
     "OpenVINO": run_openvino,
     "torch": run_torch,
 }
-ENGINES = {"f32": tuple(RUNNERS), "bf16": ("rlx", "OpenVINO", "torch")}
+ENGINES = {"f32": tuple(RUNNERS), "bf16": ("rlx", "OpenVINO", "torch"), "int8": ("rlx", "ONNX Runtime", "OpenVINO")}
+TOLERANCE = {"f32": 1e-3, "bf16": 0.3, "int8": 1.0}  # of results up to 10; int8 has one scale for all activations of a tensor
 
 if __name__ == "__main__":
-    main(Workload(__file__, "Networks for images, `make bench-cpu`", SHAPES, RUNNERS, Task, ENGINES), __doc__ or "")
+    main(Workload(__file__, "Networks for images, `make bench-cpu`", SHAPES, RUNNERS, Task, ENGINES, TOLERANCE), __doc__ or "")
