@@ -19,6 +19,7 @@ from rlx.errors import (
     InputShapeError,
     MissingInputError,
     ModelError,
+    OutOfMemoryError,
     UnknownNameError,
     Unsupported,
 )
@@ -140,6 +141,19 @@ def test_sizes_of_tensors_are_compared_with_their_bytes():
     proto.graph.initializer[0].dims[:] = [300, 6]
     with pytest.raises(CorruptFileError, match="needs 1800 numbers in float_data, and has 1500"):
         rlx.from_onnx(proto)
+
+
+@pytest.mark.parametrize("op,initialisers,inputs", [
+    ("Relu", {}, ["x"]), ("Expand", {"s": np.array([1 << 40, 4])}, ["x", "s"]), ("Tile", {"s": np.array([1 << 40])}, ["x", "s"]),
+    ("Pad", {"s": np.array([0, 1 << 40])}, ["x", "s"]),
+    ("Range", {"a": np.array(0.0, np.float32), "b": np.array(1e12, np.float32), "c": np.array(1.0, np.float32)}, ["a", "b", "c"]),
+])  # fmt: skip
+def test_sizes_that_no_memory_holds_are_refused_before_any_is_taken(op, initialisers, inputs):
+    dims = [1 << 40, 8] if op == "Relu" else [4]
+    node = helper.make_node(op, inputs, ["y"])
+    net = OnnxModel(model([node], [info("x", dims)], [info("y", None)], initialisers))
+    with pytest.raises((OutOfMemoryError, Unsupported), match=r"has no room for graph|elements would be computed"):
+        net.compile()
 
 
 # -- structure

@@ -22,6 +22,7 @@ from rlx.ir.shape import DimLike
 
 Operand = Value | np.ndarray | list | None
 _REQUIRED: Any = object()
+ELEMENTS = 1 << 26  # of an array that a handler makes at import
 
 
 class Refused(RlxError):
@@ -223,6 +224,11 @@ class Call:
         version = self.scope.opset(domain) if opset is None else opset
         made = self.scope.apply(op, domain, version, inputs, names, attrs, self.where)
         return made[0] if outputs == 1 else made
+
+    def check_size(self, elements: int) -> None:
+        """Refuses to compute so many elements at import: past 2**26 they belong into the plan of a run."""
+        if elements > ELEMENTS:
+            self.refuse(f"{elements} elements would be computed when the model is imported, at most {ELEMENTS} are")
 
     def subgraph(self, name: str, operands: Sequence[Operand]) -> list[Operand]:
         """The outputs of the graph in attribute `name` on these operands; it sees the values of the graphs around it."""

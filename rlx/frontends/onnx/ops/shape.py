@@ -54,6 +54,7 @@ def constant_of_shape(n: Call) -> Value:
 @handler("EyeLike")
 def eye_like(n: Call) -> np.ndarray:
     dtype = dtype_of(n, n.attr("dtype")) if "dtype" in n.attrs else n.dtype(0)
+    n.check_size(math.prod(n.sizes(0)))
     return np.eye(*n.sizes(0), k=n.attr("k", 0)).astype(dtype.numpy)
 
 
@@ -62,6 +63,7 @@ def range_(n: Call) -> np.ndarray:
     start, limit, step = (np.asarray(n.known(i)).reshape(()) for i in range(3))
     wide = np.float64 if as_dtype(start.dtype).is_float else np.int64
     count = max(0, math.ceil((limit.astype(wide) - start.astype(wide)) / step.astype(wide)))
+    n.check_size(count)
     return (start.astype(wide) + np.arange(count, dtype=wide) * step.astype(wide)).astype(start.dtype)
 
 
