@@ -17,7 +17,6 @@ EXCLUDED = {  # pattern of whole names of cases -> reason
     r"test_bernoulli(_double|_seed)?(_expanded)?": RANDOM,
     r"test_training_dropout(_default)?(_mask)?": RANDOM,
     r"test_dft_inverse(_opset19)?": "expected data are 1.9e-7, by rounding, where the result is 0; the tolerance is 1e-7",
-    r"test_gradient_of_.*": "derivatives: rlx has none in this version",
     r"test_loop16_seq_none": "ONNX's own comparison fails: it takes the length of an array without dims",
 }
 

@@ -331,3 +331,17 @@ def test_pools_with_ceil_mode_are_those_of_torch(dims: tuple[int, ...], count_pa
     image = np.arange(6).reshape(2, 3, *(1,) * n) * int(np.prod(dims))
     np.testing.assert_array_equal(values, want.numpy())
     np.testing.assert_array_equal(places, at.numpy() + image)
+
+
+def test_gradients_are_those_of_torch() -> None:
+    text = """agraph (float[3,4] a, float[4] b, float[3,1] c) => (float[3,4] y, float[3,4] da, float[4] db, float[3,1] dc) {
+      p = Mul (a, b)  q = Sub (p, c)  r = Div (q, b)  s = Tanh (r)  t = Exp (c)  u = Neg (s)  y = Mul (u, t)
+      da, db, dc = ai.onnx.preview.training.Gradient <xs = ["a", "b", "c"], y = "y"> (a, b, c)
+    }"""
+    model = onnx.parser.parse_model('<ir_version: 10, opset_import: ["" : 21, "ai.onnx.preview.training" : 1]>\n' + text)
+    given = [floats(3, 4), floats(4, low=0.5), floats(3, 1)]
+    a, b, c = (torch.from_numpy(x).double().requires_grad_() for x in given)
+    y = -torch.tanh((a * b - c) / b) * torch.exp(c)
+    y.sum().backward()
+    for found, expected in zip(OnnxModel(model)(*given), (y, a.grad, b.grad, c.grad)):
+        np.testing.assert_allclose(found, expected.detach(), rtol=1e-4, atol=1e-5)
