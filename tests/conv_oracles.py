@@ -57,6 +57,19 @@ def conv(attrs: Any, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     return out.to(x.dtype)  # sums of integers are exact in f64 here
 
 
+def conv_transpose(attrs: Any, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    """The whole result, cut or with zeros around, and the bias."""
+    if attrs.channels_last:
+        x, w = x.movedim(-1, 1), w.movedim((-2, -1), (0, 1))
+    spatial, function = x.ndim - 2, (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[x.ndim - 3]
+    each = {"stride": attrs.each("strides", spatial), "dilation": attrs.each("dilation", spatial), "groups": attrs.groups}
+    whole = function(x.double(), w.double(), **each)
+    ends = [-n for both in reversed([*zip(attrs.each("low", spatial), attrs.each("high", spatial))]) for n in both]
+    out = F.pad(F.pad(whole, [max(n, 0) for n in ends]), [min(n, 0) for n in ends]).to(x.dtype)
+    out = out if b is None else out + b.reshape(-1, *(1,) * spatial)
+    return out.movedim(1, -1) if attrs.channels_last else out
+
+
 def max_pool(case: Any, attrs: Any, x: np.ndarray) -> np.ndarray:
     """Floats by torch, integers as all windows at once."""
     spatial, integers = x.ndim - 2, x.dtype.kind != "f"
@@ -123,6 +136,7 @@ def flatten_matmul(attrs: Any, x: Tensor, w: Tensor) -> Tensor:
 
 ORACLES: dict[str, Callable[..., Any]] = {
     "windows": of_tensors(windows), "flatten_matmul": of_tensors(flatten_matmul), "conv": of_tensors(conv),
+    "conv_transpose": of_tensors(conv_transpose),
     "max_pool": max_pool, "max_pool_indices": max_pool_indices, "avg_pool": of_tensors(avg_pool),
     "lp_pool": of_tensors(lp_pool),
 }  # fmt: skip

@@ -9,6 +9,7 @@ from rlx.ir.ops.complex import complex, conj, imag, real, view_as_complex, view_
 from rlx.ir.ops.control import branch, loop
 from rlx.ir.ops.contract import flatten_matmul, int8_matmul, linear, matmul
 from rlx.ir.ops.conv import conv
+from rlx.ir.ops.conv_transpose import conv_transpose
 from rlx.ir.ops.elementwise import (
     abs, add, bitcast, bitwise_and, bitwise_not, bitwise_or, bitwise_xor, cast, ceil, cos, div, equal, erf, exp, floor, floor_div,
     is_nan, less, less_equal, log, logical_and, logical_not, logical_or, logical_xor, maximum, minimum, mod, mul, multiply_add,
@@ -39,16 +40,16 @@ __all__ = [
     "abs", "acos", "acosh", "add", "all", "all_gather", "all_reduce", "all_to_all", "any", "argmax", "argmin", "argsort",
     "asin", "asinh", "astype", "atan", "atanh", "attention", "attention_parts", "avg_pool", "batch_norm", "bitcast",
     "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "branch", "broadcast_rank", "broadcast_to", "cast", "ceil",
-    "clip", "complex", "concat", "conj", "conv", "copy", "cos", "cosh", "cumprod", "cumsum", "dequant_matmul", "dequantize",
-    "div", "embedding", "equal", "erf", "exchange", "exp", "expm1", "flatten_matmul", "floor", "floor_div", "gather",
-    "gather_elements", "gelu", "group_ends", "group_norm", "group_rows", "grouped_matmul", "gumbel", "imag", "int8_matmul",
-    "iota", "is_nan", "layer_norm", "less", "less_equal", "linear", "log", "log1p", "log_softmax", "logical_and",
-    "logical_not", "logical_or", "logical_xor", "loop", "lp_pool", "matmul", "max", "max_pool", "max_pool_indices",
-    "maximum", "mean", "min", "minimum", "mod", "mul", "multiply_add", "neg", "non_max_suppression", "not_equal", "pack",
-    "pack_quant", "pad", "pow", "prod", "quant_rows", "random_bits", "random_uniform", "rank_slice", "real", "reciprocal",
-    "reduce_scatter", "relu", "rem", "reshape", "rms_norm", "rope", "round", "route", "router", "rsqrt", "scatter_add",
-    "scatter_elements", "segment_matmul", "shift_left", "shift_right", "sigmoid", "sign", "silu", "sin", "sinh", "slice",
-    "softmax", "softplus", "sort", "split", "sqrt", "squeeze", "sub", "sum", "take", "take_rows", "tan", "tanh",
-    "threshold", "top_few", "top_k", "transpose", "trunc", "unsqueeze", "update_rows", "valid_rows", "variance",
+    "clip", "complex", "concat", "conj", "conv", "conv_transpose", "copy", "cos", "cosh", "cumprod", "cumsum",
+    "dequant_matmul", "dequantize", "div", "embedding", "equal", "erf", "exchange", "exp", "expm1", "flatten_matmul", "floor",
+    "floor_div", "gather", "gather_elements", "gelu", "group_ends", "group_norm", "group_rows", "grouped_matmul", "gumbel",
+    "imag", "int8_matmul", "iota", "is_nan", "layer_norm", "less", "less_equal", "linear", "log", "log1p", "log_softmax",
+    "logical_and", "logical_not", "logical_or", "logical_xor", "loop", "lp_pool", "matmul", "max", "max_pool",
+    "max_pool_indices", "maximum", "mean", "min", "minimum", "mod", "mul", "multiply_add", "neg", "non_max_suppression",
+    "not_equal", "pack", "pack_quant", "pad", "pow", "prod", "quant_rows", "random_bits", "random_uniform", "rank_slice",
+    "real", "reciprocal", "reduce_scatter", "relu", "rem", "reshape", "rms_norm", "rope", "round", "route", "router", "rsqrt",
+    "scatter_add", "scatter_elements", "segment_matmul", "shift_left", "shift_right", "sigmoid", "sign", "silu", "sin",
+    "sinh", "slice", "softmax", "softplus", "sort", "split", "sqrt", "squeeze", "sub", "sum", "take", "take_rows", "tan",
+    "tanh", "threshold", "top_few", "top_k", "transpose", "trunc", "unsqueeze", "update_rows", "valid_rows", "variance",
     "view_as_complex", "view_as_real", "where", "windows",
 ]  # fmt: skip

@@ -96,6 +96,11 @@ def conv(x: Operand, w: Operand, b: Operand, /, strides: int | Sequence[int] = (
     *window], an optional bias b [out]; with channels_last x [batch, *spatial, channels] and w [*window, channels / groups,
     out]. `low` and `high` are the zeros before and after each spatial dim. The dtypes are those of matmul; u8 with i8
     weights gives i32. Narrow floats are summed in f32."""
+def conv_transpose(x: Operand, w: Operand, b: Operand, /, strides: int | Sequence[int] = (1,), low: int | Sequence[int] = (0,), high: int | Sequence[int] = (0,), dilation: int | Sequence[int] = (1,), groups: int = 1, channels_last: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """Transposed convolution over 1 to 3 spatial dims: x [batch, channels, *spatial], w [channels, out / groups, *window], an
+    optional bias b [out]; with channels_last x [batch, *spatial, channels] and w [*window, channels, out / groups]. The
+    windows that it adds up are `strides` apart. `low` and `high` elements are cut off before and after each spatial dim; a
+    negative number adds elements, which have the bias alone. The dtypes are those of conv."""
 def neg(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
     """Negation; unsigned integers wrap."""
 def abs(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
@@ -402,6 +407,7 @@ __all__ = [
     "concat",
     "conj",
     "conv",
+    "conv_transpose",
     "copy",
     "cos",
     "cosh",

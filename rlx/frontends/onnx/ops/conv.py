@@ -9,9 +9,9 @@ import numpy as np
 
 from rlx.frontends.onnx import quantities
 from rlx.frontends.onnx.call import Call
-from rlx.frontends.onnx.ops.shape import known_dim, padded
+from rlx.frontends.onnx.ops.shape import known_dim
 from rlx.frontends.onnx.table import handler
-from rlx.ir import functions, ops
+from rlx.ir import ops
 from rlx.ir.functions.images import sampled
 from rlx.ir.node import Value, constant
 
@@ -78,35 +78,15 @@ def conv(n: Call) -> Value:
 
 @handler("ConvTranspose")
 def conv_transpose(n: Call) -> Value:
-    """A convolution, by the mirrored window, of an operand whose elements are `strides` apart, with zeros between them."""
-    x, (channels, inner, *window), groups = n.value(0), n.sizes(1), n.attr("group", 1)
+    x, window = n.value(0), n.sizes(1)[2:]
     count, sizes = len(window), spatial(n)
     strides, dilation = n.attr("strides", (1,) * count), n.attr("dilations", (1,) * count)
     more = n.attr("output_padding", (0,) * count)
-    spans = [(w - 1) * d for w, d in zip(window, dilation)]
-    low, high = _cut(n, [(d - 1) * s + span + 1 + m for d, s, span, m in zip(sizes, strides, spans, more)])
-    if tuple(strides) == tuple(window) and groups == 1 and not any((*low, *high, *more)) and all(d == 1 for d in dilation):
-        return _tiles(x, n.value(1), n.value(2) if n.has(2) else None)
-    apart = x.reshape((*x.dims[:2], *(v for d in sizes for v in (d, 1))))
-    gaps = (0, 0, *(v for s in strides for v in (0, s - 1)))
-    x = ops.pad(apart, low=(0,) * len(gaps), high=gaps).reshape((*x.dims[:2], *(d * s for d, s in zip(sizes, strides))))
-    before = [0, 0, *(span - a for span, a in zip(spans, low))]
-    x = padded(n, x, before, [0, 0, *(span - b + m - s + 1 for span, b, m, s in zip(spans, high, more, strides))], "constant")
-    w = functions.flip(n.value(1), tuple(range(2, 2 + count))).reshape((groups, channels // groups, inner, *window))
-    w = functions.swapaxes(w, 1, 2).reshape((groups * inner, channels // groups, *window))
-    bias: list[Any] = [n.value(2)] if n.has(2) else []
-    return ops.conv(x, w, *bias, groups=groups, dilation=dilation)
-
-
-def _tiles(x: Value, w: Value, bias: Value | None) -> Value:
-    """A transposed convolution whose windows are side by side: each element becomes a window of the result."""
-    (channels, out, *window), (batch, _, *sizes) = w.shape.static, x.dims
-    count = len(window)
-    flat = ops.transpose(w, axes=(*range(2, 2 + count), 1, 0)).reshape((-1, channels, *(1,) * count))
-    biases: list[Any] = [] if bias is None else [ops.broadcast_to(bias, dims=(*window, out)).reshape((-1,))]
-    made = ops.conv(x, flat, *biases).reshape((batch, *window, out, *sizes))
-    beside = [a for i in range(count) for a in (2 + count + i, 1 + i)]
-    return ops.transpose(made, axes=(0, 1 + count, *beside)).reshape((batch, out, *(d * s for d, s in zip(sizes, window))))
+    spans = [(w - 1) * d + 1 for w, d in zip(window, dilation)]
+    low, high = _cut(n, [(d - 1) * s + span + m for d, s, span, m in zip(sizes, strides, spans, more)])
+    facts: dict[str, Any] = {"strides": strides, "low": low, "high": [a - m for a, m in zip(high, more)], "dilation": dilation}
+    operands: list[Any] = [n.value(i) for i in range(1, 3) if n.has(i)]
+    return ops.conv_transpose(x, *operands, groups=n.attr("group", 1), **facts)
 
 
 def _cut(n: Call, whole: list[int]) -> tuple[list[int], list[int]]:
