@@ -60,6 +60,25 @@ def test_products_of_integers() -> None:
         np.testing.assert_array_equal(found, x.astype(int) @ w.astype(int))
 
 
+@pytest.mark.parametrize("groups", [1, 4, 16])
+def test_convolutions(groups: int) -> None:
+    """Of windows read where they lie, and in groups of 4 channels and of one; numbers are small and whole, and sums exact."""
+    random, g, inputs, params = np.random.default_rng(groups), rlx.Graph("convolutions"), {}, {}
+    x, w = random.integers(0, 9, (2, 9, 13, 16)), random.integers(-8, 9, (3, 3, 16 // groups, 16))
+    for dtypes in (("f32", "f32"), ("bf16", "bf16"), ("u8", "i8")):
+        (inputs[f"x_{dtypes[0]}"], params[f"w_{dtypes[0]}"]) = (a.astype(rlx.as_dtype(d).numpy) for a, d in zip((x, w), dtypes))
+    made = []
+    for (name, a), (weights, b) in zip(inputs.items(), params.items()):
+        left, right = g.input(name, a.shape, rlx.as_dtype(a.dtype)), g.param(weights, b.shape, rlx.as_dtype(b.dtype))
+        made.append(rlx.conv(left, right, strides=2, low=1, high=1, groups=groups, channels_last=True).astype(rlx.f32))
+    g.set_outputs(made)
+    seen = np.lib.stride_tricks.sliding_window_view(np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))), (3, 3), (1, 2))[:, ::2, ::2]
+    seen = seen.reshape(*seen.shape[:3], groups, -1, 3, 3)
+    want = np.einsum("nhwgcij,ijcgo->nhwgo", seen, w.reshape(3, 3, -1, groups, 16 // groups)).reshape(*seen.shape[:3], 16)
+    for found, name in zip(ran(g, inputs, params), inputs, strict=True):
+        np.testing.assert_allclose(found, want, rtol=2**-8 if name == "x_bf16" else 0, err_msg=name)
+
+
 @pytest.mark.parametrize("form", ["int8", "q4_k"])
 def test_quantised_products(form: str) -> None:
     """The bound is that of an x rounded to 127 steps; kernels without integer instructions stay far below it."""
@@ -122,12 +141,12 @@ def test_rounding_of_f16() -> None:
 @pytest.mark.skipif(host_features()[0].startswith("triple=aarch64"), reason="this is such a processor")
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_emulated(processor: str) -> None:
-    """The tests above in the emulated Python. With the emulator's widest processor all of them, else the products."""
+    """The tests above in the emulated Python. With the widest processor all of them, else products and convolutions."""
     try:
         here = emulated()
     except Unavailable as why:
         pytest.skip(f"no emulated aarch64: {why}")
-    wanted = "products or attention or rounding" if processor == "max" else "products"
+    wanted = "products or convolutions or attention or rounding" if processor == "max" else "products or convolutions"
     asked = "from rlx.host.processor import host_features; print(*host_features()[2:])"
     tests = ["pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", __file__, "-k", f"({wanted}) and not emulated"]
     for command, says in ((["-c", asked], f"^{PROCESSORS[processor]}$"), (["-m", *tests], r"^\d+ passed, \d+ deselected")):

@@ -169,11 +169,12 @@ def test_convolutions_are_within_the_bound_of_their_image(dims, kernel, how, fir
         np.testing.assert_array_equal(after[1:], got[1:])
 
 
-def test_images_of_few_channels_stay_f32():
+@pytest.mark.parametrize("policy", ["int8", "bf16"])
+def test_images_of_few_channels_stay_f32(policy):
     notes, g = [], rlx.Graph("image")
     x, w = g.input("x", (1, 3, 20, 20), rlx.f32), g.param("w", (8, 3, 3, 3), rlx.f32)
     g.set_outputs([ops.conv(x, w)])
-    precision(g, Compilation(TARGETS["host"], INT8), notes)
+    precision(g, Compilation(TARGETS["host"], INT8.replace(precision=policy)), notes)
     assert [r.how for r in notes] == ["kept"] and "few channels" in notes[0].why
 
 

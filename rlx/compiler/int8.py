@@ -55,13 +55,18 @@ def in_int8(graph: Graph, compilation: Compilation, notes: list[NodeReport] | No
         image, views = (inputs[0], []) if len(facts.a_sum) == 1 else _image(inputs[0])
         if not why and image is None:
             why = "its rows are not windows of images that lie one after another"
-        elif not why and views and inputs[0].shape.static[-1] <= FEW_CHANNELS:
+        elif not why and few_channels(node):
             why = "its images have few channels: to gather their bytes in fours takes longer than to multiply f32"
         if notes is not None:
             notes.append(NodeReport(node.name or "", node.op.name, "kept" if why else "narrowed", "", why or "8-bit integers"))
         return node.results if why or image is None else (_product(node, image, views, inputs[1]),)
 
     return graph.rebuild(new)
+
+
+def few_channels(node: Node) -> bool:
+    """True for a contraction of windows of images with few channels, which instructions for narrow dtypes would sum in groups."""
+    return len(contraction(node).a_sum) > 1 and node.inputs[0].shape.static[-1] <= FEW_CHANNELS
 
 
 def _image(x: Value) -> tuple[Value | None, list[Node]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.compiler.compilation import Compilation
-from rlx.compiler.int8 import in_int8
+from rlx.compiler.int8 import few_channels, in_int8
 from rlx.compiler.legalise import expand, into_contractions
 from rlx.errors import CompileError, GraphError, known
 from rlx.ir.dtype import DTYPES, DType, f32
@@ -43,6 +43,9 @@ def precision(graph: Graph, compilation: Compilation, notes: list[NodeReport] | 
         results = keep(node, inputs)
         node = results[0].node
         if node.op.kind is Kind.CONTRACT and node.shapes[0].dtype == f32 and any(v.dtype == f32 for v in inputs):
+            if compilation.target.levels and few_channels(node):  # windows are read where they lie in f32, and would be copied
+                note(node, "kept", f"its images have few channels: gathering {narrow} in groups takes longer than f32")
+                return results
             note(node, "narrowed", f"{narrow} operands and result, f32 accumulation")
             return _widened(_on(node, narrow, range(len(inputs))), node)
         into = into_contractions(node) if node.op.kind is Kind.COMPOSITE and node.op.decompose else None
