@@ -101,7 +101,15 @@ rows: rlx.Value = x[ids, 0] + x.relu().sum(axis=1)[0]
 even = (ids % 2 == 0) & ~(ids > 1) | (ids // 2 < 3)
 y = rlx.einsum("ab,cb->ac", x, x).std(axis=0) + rlx.zeros((4,)) + np.ones(4, np.float32)
 first = x.shape[0]
-g.set_outputs([rlx.gelu(y, approximate="tanh"), best, at, rows, even, x.ndim * x.T])
+
+
+def step(h: rlx.Value, row: rlx.Value) -> tuple[rlx.Value, ...]:
+    return h + row, h
+
+
+(last,), (seen,) = rlx.scan(step, x[0], x)
+(chosen,) = rlx.cond(last.sum() > 0.0, lambda: last, lambda: -last)
+g.set_outputs([chosen, seen, rlx.gelu(y, approximate="tanh"), best, at, rows, even, x.ndim * x.T])
 """
 WRONG = {
     "an attribute that is not there": 'rlx.gelu(x, approx="tanh")',

@@ -109,7 +109,7 @@ def plan_of_one_place(monkeypatch) -> None:
         return dataclasses.replace(made, offsets={**made.offsets, **dict.fromkeys(inner, first)}) if reuse else made
 
     monkeypatch.setattr(assemble, "plan_arena", wrong)
-    monkeypatch.setattr(assemble, "check_program", lambda program: None)  # that of the compile
+    monkeypatch.setattr(assemble, "check_program", lambda program, nested: None)  # that of the compile
 
 
 def test_a_wrong_memory_plan_is_found_by_the_checker(monkeypatch):

@@ -109,8 +109,8 @@ def _loop_shape(attrs: LoopAttrs, *operands: Shape) -> tuple[Shape, ...]:
         raise ShapeError(f"{attrs.carried} values are carried, by {len(operands)} operands and {len(body.shapes)} results")
     for v, have, now in zip(body.inputs[1:], carried, body.shapes):
         if have != now:
-            error = DTypeError if have.dtype != now.dtype else ShapeError
-            raise error(f"the carried value {v.name} is {have}, its next value is {now}: a loop keeps shape and dtype")
+            error, hint = (DTypeError, "; cast it") if have.dtype != now.dtype else (ShapeError, "")
+            raise error(f"the carried value {v.name} is {have}, its next value is {now}: a loop keeps shape and dtype{hint}")
     if attrs.tests and carried[0] != FLAG:
         raise (DTypeError if carried[0].dtype != bool_ else ShapeError)(f"the test of a loop is {FLAG}, got {carried[0]}")
     if stacked and attrs.limit < 0:
