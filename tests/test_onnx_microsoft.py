@@ -199,3 +199,20 @@ def test_rows_of_a_table_in_blocks_are_decoded():
     attrs = {"block_size": 32, "bits": 4, "quantize_axis": 1}
     model = made("GatherBlockQuantized", inputs, attrs, 1, ("w", "s"))
     np.testing.assert_allclose(OnnxModel(model)(at), expected, rtol=1e-6)
+
+
+def test_weights_in_blocks_are_packed_once_for_all_dims(monkeypatch):
+    scales = np.full(8, 0.0625, np.float32)
+    inputs = {"x": normal(1, 32), "w": RNG.integers(0, 256, (8, 1, 16)).astype(np.uint8), "s": scales}
+    proto = made("MatMulNBits", inputs, {"K": 32, "N": 8, "bits": 4, "block_size": 32, "accuracy_level": 2}, consts=("w", "s"))
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "rows"
+    from rlx.frontends.onnx.ops import blocks
+
+    calls, unpack = [], blocks.unpacked
+    monkeypatch.setattr(blocks, "unpacked", lambda *args: calls.append(args) or unpack(*args))
+    model = OnnxModel(proto)
+    for rows in (1, 3, 2):
+        x = normal(rows, 32)
+        weight = (unpack(inputs["w"].reshape(8, -1), 4).astype(np.float32) - 8) * 0.0625
+        np.testing.assert_allclose(model(x), x @ weight.T, rtol=1e-4, atol=1e-4)
+    assert len(model.reasons) == 3 and len(calls) == 1

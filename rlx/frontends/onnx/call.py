@@ -41,6 +41,7 @@ class Importing(Protocol):
     """The facts about values that an import records."""
 
     graph: Graph  # the one that is built
+    made: dict[str, np.ndarray]  # weights in other layouts, kept between the imports of a model
     source: Source
     types: dict[Value, int]  # ONNX's element type of values that are kept in a wider dtype
     quantities: dict[Value, Any]  # the integers, scales and zero points of values that DequantizeLinear made

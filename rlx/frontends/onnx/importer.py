@@ -184,6 +184,7 @@ class Importer:
         self.wanted: dict[str, str] = {}  # input whose contents must be known -> why
         self.bounds: dict[Value, Bound] = {}
         self.quantities: dict[Value, Any] = {}
+        self.made = source.made
         self.types: dict[Value, int] = {}  # ONNX's element type of values that are stored in a wider one
         self.named: dict[str, Any] = {}  # what the names of the model's own graph stand for
         self.outputs: list[Any] = []  # a Value, an array, a list of them, or None, for each output

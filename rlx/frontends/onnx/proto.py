@@ -40,6 +40,7 @@ class Source:
         self.folder: Path | None = None
         self.path: Path | None = None
         self._raw: dict[str, memoryview] = {}
+        self.made: dict[str, np.ndarray] = {}  # weights in other layouts, for later imports
         self._files: dict[str, memoryview] = {}
         if isinstance(model, onnx.ModelProto):
             self.model, self.name = model, model.graph.name or "the model"

@@ -32,23 +32,26 @@ def is_half(scales: np.ndarray) -> bool:
     return bool(np.array_equal(scales.astype(np.float16).astype(scales.dtype), scales))
 
 
-def packed(n: Call, i: int, q: np.ndarray, scales: np.ndarray, bits: int) -> Value:
-    """Rows of blocks as a param, from u8 [rows, columns], which are above their scale's multiple by half of their range, and
-    scales [rows, columns / a multiple of 32]. `i`: the operand that it is made of."""
-    form, (rows, columns) = FORMATS[_FORMATS[bits]], q.shape
+def packed(n: Call, i: int, columns: int, scales: np.ndarray, bits: int) -> Value:
+    """Rows of blocks as a param, from the integers in operand i, of which the middle of their range stands for 0, and scales
+    [rows, columns / a multiple of 32]. They are made once for a model."""
+    form, rows = FORMATS[_FORMATS[bits]], scales.shape[0]
     graph, name = n.scope.importer.graph, n.value(i).node.name or f"{n.where} operand {i}"
     name = f"{name}.{form.name}"
-    found = graph.weights.get(name)
+    if name in graph.weights:
+        return next(p for p in graph.params if p.name == name)
+    found = n.scope.importer.made.get(name)
     if found is None:
+        q = unpacked(n.known(i).reshape(rows, -1), bits)[:, :columns]
         groups = -(-columns // GROUP)
         blocks = np.zeros((rows * groups, form.nbytes), np.uint8)
         each = np.repeat(scales, -(-groups // scales.shape[1]), axis=1)[:, :groups].astype("<f2")
         blocks[:, :2] = np.ascontiguousarray(each).reshape(-1, 1).view(np.uint8)
         whole = np.pad(q, ((0, 0), (0, groups * GROUP - columns)), constant_values=1 << (bits - 1)).reshape(-1, GROUP)
         form.q.write(blocks, whole if bits == 4 else whole ^ 128)
-        found = graph.weights[name] = blocks.reshape(rows, -1)
-        return graph.param(name, found.shape, u8)
-    return next(p for p in graph.params if p.name == name)
+        found = n.scope.importer.made[name] = blocks.reshape(rows, -1)
+    graph.weights[name] = found
+    return graph.param(name, found.shape, u8)
 
 
 @handler("MatMulNBits", domain=MS)
@@ -60,7 +63,6 @@ def matmul_nbits(n: Call) -> Value:
         order = ", reordered by g_idx" if n.has(4) else ""
         n.refuse(f"{bits} bits in blocks of {block}{order}: 4 or 8 bits in blocks of a multiple of 32 are supported")
     groups, middle = -(-k // block), 1 << (bits - 1)
-    q = unpacked(n.known(1).reshape(rows, -1), bits)[:, :k]
     scales = n.known(2).reshape(rows, groups)
     zeros = np.full((rows, groups), middle, np.float32) if not n.has(3) else _zeros(n, rows, groups, bits)
     level = n.attr("accuracy_level", 0)
@@ -71,7 +73,7 @@ def matmul_nbits(n: Call) -> Value:
         weight = dequantised(Quantity(integers, n.value(2).reshape((rows, groups)), constant(zeros), 1), block)
         out = ops.matmul(x.astype(wide), weight.T.astype(wide))
     else:
-        out = ops.dequant_matmul(x, packed(n, 1, q, scales, bits), format=_FORMATS[bits], exact=level != 4, wide=True)
+        out = ops.dequant_matmul(x, packed(n, 1, k, scales, bits), format=_FORMATS[bits], exact=level != 4, wide=True)
         if (zeros != middle).any():
             whole = ops.pad(x, low=0, high=(0,) * (x.rank - 1) + (groups * block - k,)) if k % block else x
             sums = ops.sum(whole.astype(out.dtype).reshape((*x.dims[:-1], groups, block)), axis=-1)
