@@ -24,6 +24,7 @@ if tuple(map(int, onnx.__version__.split(".")[:2])) < (1, 22):
     EXCLUDED |= {
         r"test_attention_.*_qk_matmul_(bias|softcap)(_[34]d_mask)?(_causal)?": "expected data have the mask before the soft cap: "
         "the text of opsets 23 and 24 has been corrected since",
+        r"test_qlinearmatmul_[23]D_int8_float(16|32)": "expected data wrap, where they must saturate; later ones are right",
         r"test_adam_multiple": "expected data are those of another epsilon than the node's; later ones are right",
     }
 
