@@ -123,6 +123,22 @@ def test_regions(mode: Any, theirs: str, half_pixel: bool) -> None:
     same(found, want)
 
 
+@pytest.mark.parametrize("groups, moved, masked", [(1, 1, False), (2, 1, True), (1, 2, True), (2, 4, False)])
+def test_deformed_convolutions(groups: int, moved: int, masked: bool) -> None:
+    x, w = (RNG.standard_normal(d).astype(np.float32) for d in ((2, 4, 7, 6), (6, 4 // groups, 3, 2)))
+    offset, mask, bias = (RNG.standard_normal(d).astype(np.float32) for d in ((2, moved * 12, 4, 4), (2, moved * 6, 4, 4), (6,)))
+    at = {"strides": [2, 1], "pads": [1, 0, 2, 0], "dilations": [1, 2]}
+    ours: dict[str, Any] = {"strides": (2, 1), "low": (1, 0), "high": (2, 0), "dilation": (1, 2), "groups": groups}
+    ours["offset_groups"] = moved
+    operands = [x, w, offset * 2, *([mask] if masked else [])]
+    want = by_onnx("DeformConv", x, w, offset * 2, bias, *([mask] if masked else []), group=groups, offset_group=moved, **at)
+    found = run(lambda *v: rlx.deform_conv(*v[:-1], bias=v[-1], **ours), *operands, bias, atol=1e-5)  # sums of 24 products
+    same(found, want)
+    still = run(lambda x, w, o: rlx.deform_conv(x, w, o, **ours), x, w, offset * 0, atol=1e-5)
+    del ours["offset_groups"]
+    same(still, run(lambda x, w: rlx.conv(x, w, **ours), x, w, atol=1e-5))
+
+
 WRONG = {
     "a mode": (lambda x: rlx.resize(x, (4, 4), (2, 3), mode="area"), AttributeValueError, "nearest, linear, cubic"),
     "a rule": (lambda x: rlx.resize(x, (4, 4), (2, 3), coordinates="pixel"), AttributeValueError, "half_pixel_symmetric"),
@@ -130,6 +146,9 @@ WRONG = {
     "too many results": (lambda x: rlx.resize(x, (4, 2**40), (2, 3), mode="nearest"), ShapeError, "check the sizes"),
     "too small a factor": (lambda x: rlx.resize(x, 4, 2, scales=[1e-9], antialias=True), ShapeError, "check the sizes"),
     "a grid": (lambda x: rlx.grid_sample(x, np.zeros((1, 3, 3, 3), "f4")), ShapeError, r"\[1, \*result, 2\]"),
+    "an offset": (lambda x: rlx.deform_conv(x, x[:, :, :3, :3], x), ShapeError, "the offset must be"),
+    "groups of offsets": (
+        lambda x: rlx.deform_conv(x, x[:, :, :3, :3], x, offset_groups=0), AttributeValueError, "not divided into 0 offset"),
     "samples of the run": (
         lambda x: rlx.roi_align(x, np.zeros((1, 4), "f4"), np.zeros(1, "i8"), (2, 2), 0), AttributeValueError, "1 sample"),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Images and other regular samples at other places: resize, grid_sample, affine_grid and roi_align."""
+"""Images and other regular samples at other places: resize, grid_sample, affine_grid, roi_align and deform_conv."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rlx.ir.functions.arrays import moveaxis, tensordot
 from rlx.ir.functions.declare import as_value, computed, function, known_dim, own_axis, widened
 from rlx.ir.node import Operand, Value, constant
 from rlx.ir.op import as_ints
+from rlx.ir.ops.conv import ConvAttrs
 
 T = TypeVar("T", Value, np.ndarray)
 
@@ -267,4 +268,49 @@ def roi_align(
     return moveaxis((ops.mean if mode == "mean" else ops.max)(apart, axis=(2, 4)), -1, 1)
 
 
-__all__ = ["affine_grid", "grid_sample", "resize", "roi_align"]
+@function
+@widened
+def deform_conv(
+    x: Value,
+    w: Value,
+    offset: Value,
+    mask: Value | None = None,
+    bias: Value | None = None,
+    strides: int | Sequence[int] = 1,
+    low: int | Sequence[int] = 0,
+    high: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    offset_groups: int = 1,
+) -> Value:
+    """conv of x [batch, channels, height, width] where each window reads moved elements, interpolated linearly between pixels, 0
+    outside of x. `offset` [batch, offset_groups * places in the window * 2, *result]: down and right, of each place of each
+    window, for each of `offset_groups` groups of channels. `mask` [batch, offset_groups * places, *result] weights the elements
+    that are read."""
+    attrs = ConvAttrs(as_ints(strides), as_ints(low), as_ints(high), as_ints(dilation), groups)
+    shapes = x.shape, w.shape.with_dtype(x.dtype), *(() if bias is None else (bias.shape.with_dtype(x.dtype),))
+    if x.rank != 4:
+        raise ShapeError(f"a deformable convolution has 2 spatial dims, got {x!r}")
+    ((batch, out, *places),) = (s.dims for s in ops.conv.op.result_shapes(attrs, shapes))  # type: ignore[attr-defined]
+    (_, inner, *window), channels, (rows, columns) = w.shape.static, known_dim(x, 1), places
+    if offset_groups < 1 or channels % offset_groups:
+        raise AttributeValueError(f"{channels} channels are not divided into {offset_groups} offset groups")
+    taps, images = math.prod(window), batch * offset_groups
+    for name, given, each in (("offset", offset, 2 * taps), ("mask", mask, taps)):
+        if given is not None and given.dims != (want := (batch, offset_groups * each, *places)):
+            raise ShapeError(f"the {name} must be {list(want)}, got {given!r}")
+    at, parts = ops.reshape(offset, dims=(images, taps, 2, *places)), []
+    for axis in range(2):
+        step, before, apart = (attrs.each(name, 2)[axis] for name in ("strides", "low", "dilation"))
+        own = np.indices(places)[axis] * step - before + np.indices(window)[axis].reshape(-1, 1, 1) * apart
+        parts.append(ops.reshape(at[:, :, axis] + constant(own, x.dtype), dims=(images, taps * rows, columns)))
+    seen = sampled(ops.reshape(x, dims=(images, channels // offset_groups, *x.dims[2:])), parts)
+    if mask is not None:
+        seen = seen * ops.reshape(mask, dims=(images, 1, taps * rows, columns))
+    seen = ops.reshape(seen, dims=(batch, groups, inner * taps, rows * columns))
+    made = ops.matmul(ops.reshape(w, dims=(groups, out // groups, inner * taps)), seen)
+    made = ops.reshape(made, dims=(batch, out, *places))
+    return made if bias is None else made + ops.reshape(bias, dims=(-1, 1, 1))
+
+
+__all__ = ["affine_grid", "deform_conv", "grid_sample", "resize", "roi_align"]

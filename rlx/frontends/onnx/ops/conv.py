@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from rlx.frontends.onnx import quantities
 from rlx.frontends.onnx.call import Call
 from rlx.frontends.onnx.ops.shape import known_dim
 from rlx.frontends.onnx.table import handler
-from rlx.ir import ops
-from rlx.ir.functions.images import sampled
-from rlx.ir.node import Value, constant
+from rlx.ir import functions, ops
+from rlx.ir.node import Value
 
 Ints = tuple[int, ...]
 
@@ -104,22 +100,9 @@ def _cut(n: Call, whole: list[int]) -> tuple[list[int], list[int]]:
 
 @handler("DeformConv", since=19)
 def deformable_conv(n: Call) -> Value:
-    """A product with columns of elements interpolated at moved places: offsets [batch, group, place in the window, (y, x)]."""
-    x, (out, inner, *window) = n.value(0).astype(n.dtype(0).compute), n.sizes(1)
-    at, groups, moved = windows(n, tuple(window)), n.attr("group", 1), n.attr("offset_group", 1)
+    window = n.sizes(1)[2:]
     if len(window) != 2:
         n.refuse(f"a deformable convolution over {len(window)} dims is not supported: over 2 it is")
-    (batch, channels, *sizes), places = n.sizes(0), n.sizes(2)[2:]
-    taps, parts = math.prod(window), []
-    offset = n.value(2).astype(x.dtype).reshape((batch * moved, taps, 2, *places))
-    for axis in range(2):
-        tap = np.indices(window)[axis].reshape(-1, 1, 1) * at.dilation[axis]
-        own = np.indices(places)[axis] * at.strides[axis] - at.low[axis] + tap
-        parts.append((offset[:, :, axis] + constant(own, x.dtype)).reshape((batch * moved, taps * places[0], places[1])))
-    seen = sampled(x.reshape((batch * moved, channels // moved, *sizes)), parts)
-    if n.has(4):
-        seen = seen * n.value(4).astype(x.dtype).reshape((batch * moved, 1, taps * places[0], places[1]))
-    columns = seen.reshape((batch, groups, inner * taps, math.prod(places)))
-    made = ops.matmul(n.value(1).astype(x.dtype).reshape((groups, out // groups, inner * taps)), columns)
-    made = made.reshape((batch, out, *places))
-    return (made + n.value(3).astype(x.dtype).reshape((-1, 1, 1)) if n.has(3) else made).astype(n.dtype(0))
+    mask, bias = (n.value(i) if n.has(i) else None for i in (4, 3))
+    groups = {"groups": n.attr("group", 1), "offset_groups": n.attr("offset_group", 1)}
+    return functions.deform_conv(n.value(0), n.value(1), n.value(2), mask, bias, **windows(n, window).facts, **groups)
