@@ -109,7 +109,8 @@ def _conv_transpose(attrs: ConvTransposeAttrs, x: Value, w: Value, b: Value | No
         if len(chosen) == count:
             return _convolved(attrs.groups, x, w, b, chosen, first, places)
         several, axis = axes[len(chosen)], count + 2 + len(chosen)
-        made = concat(*(joined((*chosen, one)) for one in several), axis=axis)
+        parts = [joined((*chosen, one)) for one in several]
+        made = concat(*parts, axis=axis) if len(parts) > 1 else parts[0]
         order = [r for one in several for r in one.phases]
         return made if order == sorted(order) else gather(made, constant(np.argsort(order)), axis=axis)
 
