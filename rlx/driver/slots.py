@@ -195,7 +195,8 @@ class SlotTiers(ExpertTiers, ABC):
         layer, slots = self.layers[at], self.slots_of(name, experts)
         with layer.lock:
             for part in given:
-                if layer.parts.setdefault(part.name, part) is part:
+                if part.name not in layer.parts:  # executables share a part, and its store is made once
+                    layer.parts[part.name] = part
                     slots.join(part)  # type: ignore[arg-type]
         return at
 
