@@ -40,7 +40,7 @@ def test_compile_time_is_linear_in_the_nodes(build: Callable[[int], rlx.Graph]) 
 
 def test_views_of_other_values_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reshape that another order of its producer makes free concerns the views of that producer alone."""
-    seen, view = [0], layout._view
+    seen, view = [0], layout.seen_through
 
     def counted(*args: Any) -> Any:
         seen[0] += 1
@@ -58,7 +58,7 @@ def test_views_of_other_values_are_not_looked_at_again(monkeypatch: pytest.Monke
         assert len(places.orders) == layers and not places.computed
         return seen[0]
 
-    monkeypatch.setattr(layout, "_view", counted)
+    monkeypatch.setattr(layout, "seen_through", counted)
     assert looked_at(80) < 1.2 * 8 * looked_at(10)
 
 

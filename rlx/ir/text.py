@@ -81,7 +81,7 @@ def _graph_lines(graph: Building, digest: bool) -> list[str]:
     def attributes(node: Node) -> list[str]:
         """Those of the node; sub-graphs that are new come first, as lines of their own."""
         texts = attribute_texts(node.attrs, node.op.attrs)
-        for i, body in enumerate(vars(node.attrs).values()):
+        for i, body in enumerate(getattr(node.attrs, "__dict__", {}).values()):  # of a broken node, any object
             if isinstance(body, Body):
                 if body not in bodies:
                     bodies[body] = len(bodies)

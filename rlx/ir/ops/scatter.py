@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, ShapeError
-from rlx.ir.contexts import Applied, Coords, Lowering
+from rlx.ir.contexts import Applied, Coords, Lowering, Parted, Partitioning
 from rlx.ir.declare import op
 from rlx.ir.dtype import bool_, index_
 from rlx.ir.kernel import Check, Expr, Load, Loop, Loops, Store, Var, const, k
@@ -54,11 +54,20 @@ def _gather_elements_element(ctx: Lowering, node: Applied[AxisAttrs], result: in
     return ctx.element(x, (*coords[:axis], inside, *coords[axis + 1 :]), None if size else const(False, bool_))
 
 
+def _gather_elements_partitioned(p: Partitioning, attrs: AxisAttrs, x: Value, indices: Value) -> Parted:
+    """Split along another axis than that of the indices, a rank needs the same rows of x: its share only if they are as many."""
+    split = p.split_of(indices)
+    if split is None or split.axis == axis_of(attrs.axis, x.rank) or x.dims[split.axis] == indices.dims[split.axis]:
+        return None
+    return f"the indices have {indices.dims[split.axis]} rows along axis {split.axis}, and x has {x.dims[split.axis]}"
+
+
 gather_elements = op(
     "gather_elements", kind=Kind.INDEX, infer=_gather_elements_shape, attrs=AxisAttrs, arity=(2, 2), dtypes="fiubc", roles="xi",
     parts=lambda node, x, indices: along(node, x, broadcast_to(indices[..., None], dims=(*indices.dims, 2))),
     reference=_gather_elements_array, element=_gather_elements_element,
     rows=lambda a, i, axis, x, indices: axis if i else _rows(a, i, axis, x, indices),
+    partitioned=_gather_elements_partitioned,
     samples=(
         Sample(((5, 17), (4, 17)), low=0, high=5, dtypes=("", "i64")),
         Sample(((3, 5, 2), (3, 7, 2)), {"axis": 1}, low=0, high=5, dtypes=("", "i32")),
