@@ -12,6 +12,7 @@ from rlx.compiler.options import CompileOptions
 from rlx.compiler.pipeline import run_passes
 from rlx.ir import DTYPES, OPS, Graph, Shape, Target, f32
 from rlx.ir.evaluate import evaluate
+from rlx.runtime.verifying import verify
 from tests.op_cases import Case
 
 TARGET = Target("any", frozenset(DTYPES), channels_last=True)
@@ -285,3 +286,17 @@ def test_both_passes_can_be_left_out():
         compiled.set_params(params)
         found.append(compiled.run(given)[0])
         np.testing.assert_allclose(found[-1], found[0], rtol=2e-5)
+
+
+def test_values_are_where_the_executable_says_even_if_all_dims_are_equal():
+    """A transposed value has the same dims then, and is another value."""
+    g, rng = Graph("square"), np.random.default_rng(0)
+    x = g.input("x", (1, 6, 6, 6), f32)
+    for n in range(2):
+        y = rlx.conv(x, g.param(f"w{n}", (6, 6, 3, 3), f32), low=1, high=1)
+        x = y + x if n else rlx.relu(y)
+    g.set_outputs([x.mean(axis=(2, 3))])
+    weights = {f"w{n}": rng.standard_normal((6, 6, 3, 3), np.float32) for n in range(2)}
+    inputs = {"x": rng.standard_normal((1, 6, 6, 6), np.float32)}
+    found = verify(g, weights.__getitem__, inputs, session=rlx.Session("cpu"))
+    assert found.difference is None, found.difference

@@ -183,9 +183,10 @@ def _apply(op: OpDef, x: Value, **attrs: object) -> Value:
 
 
 def _again(node: Node, operands: Iterable[Value], changed: dict[str, object]) -> Value:
-    """The node on other operands, with some attributes changed, under its name."""
+    """The node on transposed operands, with some attributes changed. It has no name, since that stands for the value as the user
+    has it, and the dims may be equal."""
     own = {name: getattr(node.attrs, name) for name in attribute_types(type(node.attrs))} if node.attrs else {}
-    return apply(node.op, tuple(operands), own | changed, name=node.name)  # type: ignore[return-value]
+    return apply(node.op, tuple(operands), own | changed)  # type: ignore[return-value]
 
 
 __all__ = ["channels_last", "first", "last"]
