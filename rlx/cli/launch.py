@@ -94,7 +94,9 @@ class Launched:
                 if code and not failed:
                     failed = code if code > 0 else 128 - code
                     how = f"exit code {code}" if code > 0 else f"{signal.Signals(-code).name}"
-                    print(f"rlx: rank {rank} (process {self.processes[rank].pid}) ended with {how}", file=sys.stderr, flush=True)
+                    line = f"rlx: rank {rank} (process {self.processes[rank].pid}) ended with {how}"
+                    with self._writing:  # print writes the end of a line apart
+                        print(line, file=sys.stderr, flush=True)
                     self.deadline = self.deadline or time.monotonic() + timeout
         until = time.monotonic() + 1.0
         for pipe in self._pipes:
