@@ -20,7 +20,6 @@ from rlx.compiler import lower
 from rlx.compiler.check import program_faults
 from rlx.compiler.options import CompileOptions
 from rlx.errors import (
-    CompileError,
     DTypeError,
     GraphError,
     IndexRangeError,
@@ -202,30 +201,49 @@ def test_devices_run_nested_control_flow(device: str, disable: tuple[str, ...]) 
             np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-5)
 
 
-def without_loops_of_data() -> tuple[Graph, dict[str, np.ndarray]]:
-    g = Graph("fixed")
-    x, go = g.input("x", (5, 3), rlx.f32), g.input("go", (), "bool")
+def limited_loops() -> Graph:
+    g = Graph("limited")
+    x, go, most = g.input("x", (5, 3), rlx.f32), g.input("go", (), "bool"), g.input("most", (), rlx.f32)
     (h,), (rows,) = rlx.scan(lambda h, r: (h * 0.5 + r, h), rlx.zeros((3,)), x)
-    g.set_outputs([h, rows, *rlx.cond(go, lambda v: v * 2.0, lambda v: v - 1.0, h)])
-    return g, {"x": RNG.normal(size=(5, 3)).astype(np.float32), "go": np.array(True)}
+    (a,), (seen, small), n = rlx.counted_loop(lambda i, _, v: (v.sum() < most, v + 1.0, v, v < 2.0), h * h, limit=4, go=go)
+    g.set_outputs([h, rows, *rlx.cond(go, lambda v: v * 2.0, lambda v: v - 1.0, h), a, seen, small, n])
+    return g
 
 
-def test_without_control_flow_iterations_and_branches_are_written_out() -> None:
-    g, given = without_loops_of_data()
-    made = compiled_with(g, {}, disable=("control",))
+@pytest.mark.parametrize("go,most", [(True, 100.0), (True, -1.0), (True, 6.0), (False, 100.0)])
+def test_without_control_flow_iterations_and_branches_are_written_out(go: bool, most: float) -> None:
+    g, x = limited_loops(), np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3)
+    made, given = compiled_with(g, {}, disable=("control",)), {"x": x, "go": np.array(go), "most": np.array(most, np.float32)}
     assert not made.program().bodies
     for have, want in zip(made.run(given), evaluate(g, given)[0], strict=True):
         np.testing.assert_allclose(have, want, rtol=1e-6)
 
 
-def test_a_loop_of_data_needs_control_flow() -> None:
+def test_a_loop_without_a_limit_needs_control_flow() -> None:
     g, _, _ = nested()
-    with pytest.raises(CompileError, match="number of its iterations depends on data, and this device has no control flow"):
+    with pytest.raises(Unsupported, match="number of its iterations depends on data.*give a limit"):
         rlx.Session("cpu").compile(g, disable=("control",))
-    g = Graph("long")
-    g.set_outputs(rlx.scan(lambda h: h + 1.0, g.input("x", (3,), rlx.f32), length=5000)[0])
-    with pytest.raises(CompileError, match="it has 5000 iterations, of at most 1024"):
-        rlx.Session("cpu").compile(g, disable=("control",))
+    for flags in ({"length": 5000}, {"limit": 5000}):
+        g = Graph("long")
+        x = g.input("x", (3,), rlx.f32)
+        loop = rlx.scan(lambda h: h + 1.0, x, **flags) if "length" in flags else rlx.while_loop(
+            lambda h: h.sum() < 1.0, lambda h: h + 1.0, x, **flags)  # fmt: skip
+        g.set_outputs(loop[0] if "length" in flags else loop)
+        with pytest.raises(Unsupported, match="it has up to 5000 iterations, and without control flow at most 1024"):
+            rlx.Session("cpu").compile(g, disable=("control",))
+
+
+def test_a_counted_loop_whose_test_always_holds_tests_nothing() -> None:
+    g = Graph("fixed")
+    x = g.input("x", (3,), rlx.f32)
+    (a,), (rows,), n = rlx.counted_loop(lambda i, go, v: (go, v + i.astype("f32"), v), x, limit=3)
+    assert not n.node.attrs.tests
+    with pytest.raises(GraphError, match="does not end"):
+        rlx.counted_loop(lambda i, go, v: (go, v), x, limit=None)
+    g.set_outputs([a, rows, n])
+    given = {"x": np.ones(3, np.float32)}
+    found = compiled_with(g, {}).run(given)
+    assert found[0].tolist() == [4.0] * 3 and found[1][:, 0].tolist() == [1.0, 1.0, 2.0] and found[2] == 3
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -4,7 +4,7 @@ from rlx.compiler.options import CompileOptions
 
 from rlx.errors import (  # isort: skip
     CompileError, GraphError, IndexRangeError, OptionError, PlanError, RlxError, UnboundDimError, UnknownRankError,
-    VerifyError,
+    Unsupported, VerifyError,
 )  # fmt: skip
 from rlx.ir.graph import Graph
 from rlx.ir.program import Program
@@ -12,7 +12,7 @@ from rlx.ir.target import Target
 
 
 def lower(graph: Graph, target: Target, options: CompileOptions) -> Program:
-    """The checked program of `graph` for `target`. Raises CompileError, VerifyError or OptionError."""
+    """The checked program of `graph` for `target`. Raises CompileError, Unsupported, VerifyError or OptionError."""
     from rlx.compiler.assemble import assembled  # on first use: a process whose programs come from the disk cache needs no passes
 
     return assembled(graph, target, options).program
@@ -20,5 +20,5 @@ def lower(graph: Graph, target: Target, options: CompileOptions) -> Program:
 
 __all__ = [
     "CompileError", "CompileOptions", "GraphError", "IndexRangeError", "OptionError", "PlanError", "RlxError",
-    "UnboundDimError", "UnknownRankError", "VerifyError", "lower",
+    "UnboundDimError", "UnknownRankError", "Unsupported", "VerifyError", "lower",
 ]  # fmt: skip

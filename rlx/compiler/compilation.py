@@ -59,10 +59,9 @@ def _decide(node: Node, target: Target, control: bool) -> tuple[str, str]:
     reason = claim(node) if claim is not None else ""
     if reason is None:
         return "native", ""
-    if node.op.kind is Kind.CONTROL and (getattr(node.attrs, "limit", -1) in (0, 1) or not control):
+    if node.op.kind is Kind.CONTROL and (getattr(node.attrs, "plain", False) or not control):
         why = getattr(node.attrs, "why_not_unrolled", "")
-        if not why or not control:
-            return "refused" if why else "decomposed", why
+        return "refused" if why else "decomposed", why
     if node.op.kind is not Kind.COMPOSITE:
         return "kept", reason
     if node.op.decompose is None:

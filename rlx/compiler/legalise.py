@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlx.compiler.compilation import Compilation
-from rlx.errors import CompileError, OptionError, UnboundDimError, known
+from rlx.errors import CompileError, OptionError, UnboundDimError, Unsupported, known
 from rlx.ir.body import Body
 from rlx.ir.graph import CONSTANT, EXTENT, Extent, Graph, Node, Value, keep
 from rlx.ir.op import OPS, Attrs, Kind
@@ -97,7 +97,8 @@ def _dim_names(x: Any) -> Iterable[str]:
 
 
 def legalise(graph: Graph, compilation: Compilation) -> Graph:
-    """`graph` in core ops and ops claimed by the target. CompileError names the node that cannot be compiled, and why."""
+    """`graph` in core ops and ops claimed by the target. CompileError, or Unsupported for control flow that the target
+    has not, names the node that cannot be compiled, and why."""
     target = compilation.target
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
@@ -107,7 +108,8 @@ def legalise(graph: Graph, compilation: Compilation) -> Graph:
         node = results[0].node
         how, why = compilation.decide(node)
         if how == "refused":
-            raise CompileError(f"graph {graph.name!r}: {where(node)} cannot be compiled for {target.name}: {why}")
+            error = Unsupported if node.op.kind is Kind.CONTROL else CompileError
+            raise error(f"graph {graph.name!r}: {where(node)} cannot be compiled for {target.name}: {why}")
         splittable = how == "native" or node.op.name not in target.natives
         split = target.splits.get(node.op.name) if splittable else None
         if split and (made := split(node)) is not None:

@@ -7,6 +7,7 @@ their contents.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -23,6 +24,7 @@ from rlx.ir.shape import DimLike
 Operand = Value | np.ndarray | list | None
 _REQUIRED: Any = object()
 ELEMENTS = 1 << 26  # of an array that a handler makes at import
+UNROLLED = 1024  # steps of a loop that is written out
 
 
 class Refused(RlxError):
@@ -45,6 +47,8 @@ class Importing(Protocol):
     source: Source
     types: dict[Value, int]  # ONNX's element type of values that are kept in a wider dtype
     quantities: dict[Value, Any]  # the integers, scales and zero points of values that DequantizeLinear made
+    control: bool  # the device has control flow
+    draws: Counter[str]  # of random numbers, by place
 
     def constant(self, array: np.ndarray) -> Value:
         """A known array as a Value."""
@@ -56,6 +60,14 @@ class Importing(Protocol):
 
     def bound(self, value: Value, axis: int, count: Value) -> None:
         """Records these."""
+        ...
+
+    def traced(self, where: str, make: Callable[[], Any]) -> Any:
+        """The results of `make`, which makes the graphs of the node at `where` sub-graphs. None: they are to be written out."""
+        ...
+
+    def flow(self, result: Value, where: str) -> None:
+        """Says that a result, perhaps moved, is of the control flow at `where`."""
         ...
 
 
@@ -233,7 +245,7 @@ class Call:
 
     def subgraph(self, name: str, operands: Sequence[Operand]) -> list[Operand]:
         """The outputs of the graph in attribute `name` on these operands; it sees the values of the graphs around it."""
-        return self.scope.inner(self.attr(name), operands, self.where)
+        return self.scope.inner(self.attr(name), operands, f"{self.where}, {name}")
 
     def body(self, name: str) -> Callable[..., list[Operand]]:
         """The graph in attribute `name` as a function of its inputs."""

@@ -7,7 +7,8 @@ ops that its handler made. Nodes without a handler are replaced by the function 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -16,7 +17,7 @@ import onnx
 
 from rlx.errors import GraphError, RlxError, UnknownNameError, Unsupported, known
 from rlx.frontends.onnx import functions
-from rlx.frontends.onnx.call import Call, NotKnown, Operand, Refused
+from rlx.frontends.onnx.call import UNROLLED, Call, NotKnown, Operand, Refused
 from rlx.frontends.onnx.counted import Bound, follow
 from rlx.frontends.onnx.proto import Source, numpy_type, stored
 from rlx.frontends.onnx.states import following
@@ -28,11 +29,13 @@ from rlx.ir.evaluate import evaluate_node
 from rlx.ir.graph import CONSTANT, PARAM, Graph
 from rlx.ir.handle import BufferHandle
 from rlx.ir.node import Node, Value, constant
+from rlx.ir.op import Kind
 from rlx.ir.shape import Shape
 
 FEW = 64  # initialisers of integers of at most this many elements are known at import, and floats of one element
 FOLDED = 1 << 22  # bytes of a value that is computed at import; larger ones are computed by the compiled graph
 DEEP = 64  # graphs and function bodies inside each other
+MOST = 1 << 18  # nodes that graphs and function bodies inside nodes are written out to, each time that they are
 
 
 class _Missing:
@@ -77,7 +80,7 @@ class GraphScope:
         inputs, outputs = ([x if isinstance(x, str) else x.name for x in found] for found in (proto.input, proto.output))
         if isinstance(proto, onnx.GraphProto):
             for tensor in (*proto.initializer, *proto.sparse_initializer):
-                self.names[_name(tensor)] = self.importer.initialiser(tensor)
+                self.names[_name(tensor)] = self.importer.initialiser(tensor, self.place)
         elif operands is not None:  # trailing operands of functions may be left out
             operands = [*operands, *[None] * (len(inputs) - len(operands))]
         if operands is not None:
@@ -94,6 +97,9 @@ class GraphScope:
         try:
             if self.importer.depth > DEEP:
                 raise Refused(f"{where}: more than {DEEP} graphs and functions are inside each other")
+            self.importer.nodes += len((function.proto if function else proto).node)
+            if self.importer.nodes > MOST:
+                raise Refused(f"{where}: with it, graphs and functions inside nodes are written out to more than {MOST} nodes")
             if function is None:
                 made = GraphScope(self.importer, self, self.opsets, place=f"{where}, ").graph(proto, operands)
             else:
@@ -173,12 +179,16 @@ class Importer:
     known, a list of them for a sequence, None for an optional that is absent."""
 
     def __init__(
-        self, source: Source, dims: Mapping[str, int], given: Mapping[str, Any],
-        states: Mapping[str, str] | None = None, capacity: int = 0,
+        self, source: Source, dims: Mapping[str, int], given: Mapping[str, Any], states: Mapping[str, str] | None = None,
+        capacity: int = 0, control: bool = True, written: Collection[str] = (),
     ) -> None:  # fmt: skip
-        """`states`: inputs that are states of `capacity` rows, and the outputs that are their next values."""
-        self.source, self.dims, self.given = source, dims, given
+        """`states`: inputs that are states of `capacity` rows, and the outputs that are their next values. `control`: the device
+        has control flow. `written`: nodes, by their places, whose graphs are written out, not made sub-graphs."""
+        self.source, self.dims, self.given, self.control, self.written = source, dims, given, control, written
         self.states, self.capacity, self.rows = states or {}, capacity, 0
+        self.again: set[str] = set()  # such nodes that this import found: it is no good without them
+        self.flows: dict[Node, str] = {}  # control flow with sub-graphs, and its place
+        self.draws: Counter[str] = Counter()  # of random numbers, by place
         self.graph = Graph(source.model.graph.name or "onnx")
         self.refusals: list[str] = []
         self.wanted: dict[str, str] = {}  # input whose contents must be known -> why
@@ -189,10 +199,11 @@ class Importer:
         self.named: dict[str, Any] = {}  # what the names of the model's own graph stand for
         self.outputs: list[Any] = []  # a Value, an array, a list of them, or None, for each output
         self.cuts: dict[str, tuple[int, str]] = {}  # output -> the axis that is cut, and the output that says where
-        self.depth = 0
+        self.depth, self.nodes = 0, 0
         self._live: set[Value] = set()  # values that are known to depend on a leaf that is no constant
         self._constants: dict[int, tuple[np.ndarray, Value]] = {}
         self._params: set[str] = set()
+        self._initial: dict[tuple[str, str], Operand] = {}  # initialisers by the place of their graph, and name
 
     def run(self) -> Graph:
         """The graph. NotKnown and Unsupported are not raised: see `wanted` and `refusals`."""
@@ -207,7 +218,7 @@ class Importer:
             self.named = scope.names
         except (Refused, GraphError) as e:
             self.refusals.append(str(e))
-        if self.refusals or self.wanted:
+        if self.refusals or self.wanted or self.again:
             return self.graph
         self.assign({o.name: x for o, x in zip(proto.output, self.outputs)})
         kept = [(o, x) for o, x in zip(proto.output, self.outputs) if o.name not in self.states.values()]
@@ -270,7 +281,13 @@ class Importer:
                 value, self.rows = following(name, handle, outputs[self.states[name]])
                 self.graph.assign(handle, value)
 
-    def initialiser(self, tensor: onnx.TensorProto | onnx.SparseTensorProto) -> Operand:
+    def initialiser(self, tensor: onnx.TensorProto | onnx.SparseTensorProto, place: str) -> Operand:
+        """One of the graph at this place, the same each time that the graph is written out."""
+        if (found := self._initial.get((place, _name(tensor)))) is None:
+            found = self._initial[place, _name(tensor)] = self._initialised(tensor)
+        return found
+
+    def _initialised(self, tensor: onnx.TensorProto | onnx.SparseTensorProto) -> Operand:
         array = self.source.array(tensor)
         if array.size <= (FEW if array.dtype.kind in "iub" else 1):
             return array
@@ -334,13 +351,42 @@ class Importer:
         return found[x]
 
     def not_known(self, e: NotKnown) -> None:
-        """Records the inputs that a handler needs the contents of."""
-        names = {v.name or "" for v in leaves(e.value) if v.node.op is not CONSTANT}
-        own = {v.name for v in self.graph.inputs}
-        if not names or not names <= own:
+        """Records the inputs that a handler needs the contents of, or the control flow that hides them."""
+        found = sources(e.value)
+        if hidden := {self.flows[v.node] for v in found if v.node in self.flows}:
+            self.again |= hidden
+            return
+        own, needed = set(self.graph.inputs), [v for v in found if not v.node.inputs and v.node.op is not CONSTANT]
+        if not needed or not own.issuperset(needed):
             self.refusals.append(f"{e}, and these depend on state or on a value inside a loop")
-        for name in names & own:  # type: ignore[operator]
-            self.wanted.setdefault(name, str(e))
+        for v in own.intersection(needed):
+            self.wanted.setdefault(str(v.name), str(e))
+
+    def traced(self, where: str, make: Callable[[], Any]) -> Any:
+        """The results of `make`, which makes the graphs of the node at `where` sub-graphs. None: they are to be written out. That
+        is also so where they cannot be sub-graphs: the model is imported again then."""
+        if where in self.written:
+            return None
+        refused = len(self.refusals)
+        try:
+            made = make()
+        except NotKnown:
+            raise
+        except Skipped:
+            made = MISSING
+        except RlxError:
+            made, refused = MISSING, -1
+        if len(self.refusals) > refused:
+            self.again.add(where)
+        if made is MISSING:
+            raise Skipped("its graph has refused nodes")
+        return made
+
+    def flow(self, result: Value, where: str) -> None:
+        """Says that a result, perhaps moved, is of the control flow at `where`."""
+        while result.node.op.kind is not Kind.CONTROL:
+            (result,) = result.node.inputs
+        self.flows[result.node] = where
 
     # -- values with a count
 
@@ -352,16 +398,21 @@ class Importer:
 
     def follow(self, call: Call, results: list[Any]) -> None:
         """Finds which results have a size that depends on data. GraphError: a result mixes data with undefined elements."""
-        given = [i for i, x in enumerate(call.inputs) if isinstance(x, Value) and x in self.bounds]
-        if not given or call.counts:
+        given = [(i, v) for i, x in enumerate(call.inputs) for _, v in flat("", x)]
+        bounded = [i for i, v in given if isinstance(v, Value) and v in self.bounds]
+        if not bounded or call.counts:
             return
-        for _, x in flat("", results):
-            if not isinstance(x, Value) or follow(x, self.bounds) is None:
-                call.refuse(f"the size of operand {given[0]} depends on data, and a result does not say how far it is defined")
+        own = {id(v) for _, v in given}  # operands that are passed on
+        inside = all(isinstance(call.inputs[i], list) for i in bounded)
+        for x in (x for _, x in flat("", results) if id(x) not in own):
+            if follow(x, self.bounds) is None if isinstance(x, Value) else not inside:
+                call.refuse(f"the size of operand {bounded[0]} depends on data, and a result does not say how far it is defined")
 
 
 def _foldable(node: Node) -> bool:
-    return node.op is CONSTANT or (node.op.ahead and all(s.is_static and s.size_bytes <= FOLDED for s in node.shapes))
+    ends = node.op.kind is Kind.CONTROL and 0 <= getattr(node.attrs, "limit", 0) <= UNROLLED
+    small = all(s.is_static and s.size_bytes <= FOLDED for s in node.shapes)
+    return node.op is CONSTANT or ((node.op.ahead or ends) and small)
 
 
 def flat(name: str, x: Any) -> Iterable[tuple[str, Any]]:
@@ -373,14 +424,14 @@ def flat(name: str, x: Any) -> Iterable[tuple[str, Any]]:
         yield name, x
 
 
-def leaves(x: Value) -> list[Value]:
-    """The leaves that a value is computed from."""
+def sources(x: Value) -> list[Value]:
+    """A value and all that it is computed from."""
     seen, todo = {x}, [x]
     for value in todo:
         fresh = [v for v in value.node.inputs if v not in seen]
         seen.update(fresh)
         todo += fresh
-    return [v for v in todo if not v.node.inputs]
+    return todo
 
 
 def as_dtype_or_none(code: int) -> Any:
@@ -421,10 +472,23 @@ def from_onnx(
     if extra := (values or {}).keys() - {i.name for i in source.inputs}:
         have = known(i.name for i in source.inputs)
         raise UnknownNameError(f"{source.name}: the model has no input {known(extra)}; it has {have}")
-    importer = Importer(source, dims or {}, values or {})
-    graph = importer.run()
+    importer = imported(source, dims or {}, values or {})
     check(importer)
-    return graph
+    return importer.graph
+
+
+def imported(
+    source: Source, dims: Mapping[str, int], given: Mapping[str, Any], states: Mapping[str, str] | None = None,
+    capacity: int = 0, control: bool = True,
+) -> Importer:  # fmt: skip
+    """An import that was run, with as little written out as can be."""
+    written: set[str] = set()
+    while True:
+        importer = Importer(source, dims, given, states, capacity, control, written)
+        importer.run()
+        if not importer.again:
+            return importer
+        written |= importer.again
 
 
 def check(importer: Importer) -> None:

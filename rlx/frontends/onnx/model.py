@@ -13,7 +13,7 @@ import onnx
 
 from rlx.errors import BindingError, InputDTypeError, InputShapeError, MissingInputError, UnknownNameError, known
 from rlx.forks import Lock
-from rlx.frontends.onnx.importer import Importer, check, dims_of, flat, from_onnx
+from rlx.frontends.onnx.importer import Importer, check, dims_of, flat, from_onnx, imported
 from rlx.frontends.onnx.proto import Source, numpy_type, stored
 from rlx.frontends.onnx.states import MASK, pairs
 from rlx.ir.dtype import as_dtype
@@ -198,8 +198,8 @@ class OnnxModel(Shown):
         """An import for these inputs: again, if it asks for the contents of some."""
         while True:
             about = {n: _shown(x, n in self._known) for n, x in given.items()}
-            importer = Importer(self._source, self._sizes(given), about, self._pairs, self.states or 0)
-            importer.run()
+            control = self.session.target().control and "control" not in self.options.disable
+            importer = imported(self._source, self._sizes(given), about, self._pairs, self.states or 0, control)
             if self._known.issuperset(importer.wanted):
                 check(importer)
                 return importer

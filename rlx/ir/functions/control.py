@@ -12,7 +12,7 @@ from rlx.ir.body import Body, Traced, called, leaf
 from rlx.ir.dtype import DType, bool_, i64
 from rlx.ir.functions.arrays import flip, moveaxis, zeros
 from rlx.ir.functions.declare import as_value, function, known_dim, own_axis
-from rlx.ir.node import Operand, Value
+from rlx.ir.node import CONSTANT, Operand, Value, constant
 from rlx.ir.shape import Shape
 
 INDEX = Shape((), i64)
@@ -67,19 +67,30 @@ def while_loop(
 
 @function
 def counted_loop(
-    body: Callable[..., object], *carried: Operand, limit: int, go: Operand = True
+    body: Callable[..., object], *carried: Operand, limit: int | None, go: Operand = True
 ) -> tuple[tuple[Value, ...], tuple[Value, ...], Value]:
-    """Repeats go, *carried, *rows = body(i, go, *carried) while `go` holds, at most `limit` times. Gives the carried values, the
-    rows stacked as [limit, ...] (zeros behind the last iteration), and the number of iterations, i64 (). i is i64 ()."""
-    given = [as_value(x) for x in carried]
+    """Repeats go, *carried, *rows = body(i, go, *carried) while `go` holds, at most `limit` times (None: no limit, and no rows).
+    Gives the carried values, the rows stacked as [limit, ...] (zeros behind the last iteration), and the number of iterations,
+    i64 (). i is i64 (), and the `go` that the body gets is True. Where that is also its result, nothing is tested."""
+    given, start = [as_value(x) for x in carried], as_value(go)
     trace = _trace("loop", bool_, given)
-    outputs = trace.call(body, *trace.inputs)
+    outputs = trace.call(body, trace.inputs[0], constant(True), *trace.inputs[2:])
     _check_count(outputs, 1 + len(given))
+    flags = [start]
+    if _holds(start) and _holds(outputs[0]):
+        outputs, flags = outputs[1:], []
+        del trace.inputs[1]
     made = trace.body(outputs)
-    start = as_value(go)
-    found = ops.loop(start, *given, *trace.captured, body=made, carried=1 + len(given), tests=True, limit=_limit(limit))
-    count, _, *rest = _results(found)
+    values = *flags, *given, *trace.captured
+    found = ops.loop(*values, body=made, carried=len(flags) + len(given), tests=bool(flags), limit=_limit(limit))
+    count, *rest = _results(found)
+    rest = rest[len(flags) :]
     return tuple(rest[: len(carried)]), tuple(rest[len(carried) :]), count
+
+
+def _holds(flag: Value) -> bool:
+    """True if a test is known to hold."""
+    return flag.node.op is CONSTANT and bool(flag.node.attrs.data.all())  # type: ignore[union-attr]
 
 
 def _trace(name: str, go: DType | None, given: Sequence[Value]) -> Traced:

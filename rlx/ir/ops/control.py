@@ -55,11 +55,20 @@ class LoopAttrs(Attrs):
             raise AttributeValueError("a loop needs a test or a limit, else it does not end")
 
     @property
+    def plain(self) -> bool:
+        """True if it is no loop: it has one iteration or none, whatever the data are."""
+        return self.limit == 0 or (self.limit == 1 and not self.tests)
+
+    @property
     def why_not_unrolled(self) -> str:
         """Why this loop cannot be written as its iterations one after the other; "": it can."""
-        if self.tests and self.limit:
-            return "the number of its iterations depends on data, and this device has no control flow"
-        return f"it has {self.limit} iterations, of at most {MOST_UNROLLED}" if self.limit > MOST_UNROLLED else ""
+        if 0 <= self.limit <= MOST_UNROLLED:
+            return ""
+        found = f"it has up to {self.limit} iterations" if self.limit > 0 else "the number of its iterations depends on data"
+        return (
+            f"{found}, and without control flow at most {MOST_UNROLLED} are written one after the other: give a limit (limit=), "
+            "or compile it for cpu or ref, with control flow"
+        )
 
 
 def _takes(body: Body, shapes: Sequence[Shape]) -> Body:
@@ -134,15 +143,20 @@ def _loop_array(attrs: LoopAttrs, *arrays: np.ndarray) -> tuple[np.ndarray, ...]
 
 
 def _loop_decomposed(attrs: LoopAttrs, *operands: Value) -> tuple[Value, ...]:
+    """Iterations behind the end of a loop with a test are computed, too: they keep what is carried, and their rows are 0."""
     now, given, rows = operands[: attrs.carried], operands[attrs.carried :], list[tuple[Value, ...]]()
+    count = constant(np.array(0 if attrs.tests else attrs.limit, np.int64))
     for n in range(attrs.limit):
         found = attrs.body.inline((constant(np.array(n, np.int64)), *now, *given))
+        if attrs.tests:
+            go, count = now[0], count + now[0].astype(i64)
+            found = tuple(where(go, x, now[i] if i < attrs.carried else 0) for i, x in enumerate(found))
         now = found[: attrs.carried]
         rows.append(found[attrs.carried :])
     stacked = [concat([unsqueeze(row[i], 0) for row in rows], axis=0) for i in range(len(rows[0]))] if rows else [
         broadcast_to(constant(np.zeros((), s.dtype.numpy)), dims=(0, *s.dims)) for s in attrs.body.shapes[attrs.carried :]
     ]  # fmt: skip
-    return constant(np.array(attrs.limit, np.int64)), *now, *stacked
+    return count, *now, *stacked
 
 
 def _alone(p: Partitioning, attrs: Attrs, *operands: Value) -> Parted:

@@ -19,7 +19,7 @@ from rlx.frontends.onnx.table import handler
 from rlx.ir import ops
 from rlx.ir.dtype import DType, bool_, f32, u32
 from rlx.ir.handle import BufferHandle
-from rlx.ir.node import Value, constant
+from rlx.ir.node import TRACING, Value, constant
 from rlx.ir.shape import DimLike
 
 COUNTER = "onnx.random"  # the handle of the runs that were made
@@ -27,14 +27,18 @@ COUNTER = "onnx.random"  # the handle of the runs that were made
 
 def _source(n: Call) -> tuple[np.ndarray, Value]:
     """Key and counter of a node."""
-    graph = n.scope.importer.graph
+    if TRACING.made:
+        n.refuse("random numbers in a sub-graph would be the same each time that it runs")  # it is written out instead
+    graph, draws = n.scope.importer.graph, n.scope.importer.draws
     counter = next((h for h in graph.handles if h.name == COUNTER), None)
     if counter is None:
         counter = graph.handle(BufferHandle(COUNTER, (), u32))
         graph.assign(counter, counter + 1)
     seed = n.attr("seed", None)
     key = (0, zlib.crc32(n.where.encode())) if seed is None else (1, int(np.float32(seed).view(np.uint32)))
-    return np.array(key, np.uint32), counter
+    times = draws[n.where]  # that it was written out before: a loop draws other numbers in each step
+    draws[n.where] += 1
+    return np.array((key[0] + 2 * times, key[1]), np.uint32), counter
 
 
 def uniform(n: Call, dims: Sequence[DimLike]) -> Value:
