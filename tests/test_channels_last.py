@@ -288,8 +288,8 @@ def test_both_passes_can_be_left_out():
         np.testing.assert_allclose(found[-1], found[0], rtol=2e-5)
 
 
-def test_values_are_where_the_executable_says_even_if_all_dims_are_equal():
-    """A transposed value has the same dims then, and is another value."""
+def square():
+    """A residual network, and weights and inputs for it, in which a transposed value has the same dims."""
     g, rng = Graph("square"), np.random.default_rng(0)
     x = g.input("x", (1, 6, 6, 6), f32)
     for n in range(2):
@@ -297,6 +297,31 @@ def test_values_are_where_the_executable_says_even_if_all_dims_are_equal():
         x = y + x if n else rlx.relu(y)
     g.set_outputs([x.mean(axis=(2, 3))])
     weights = {f"w{n}": rng.standard_normal((6, 6, 3, 3), np.float32) for n in range(2)}
-    inputs = {"x": rng.standard_normal((1, 6, 6, 6), np.float32)}
+    return g, weights, {"x": rng.standard_normal((1, 6, 6, 6), np.float32)}
+
+
+def test_values_are_where_the_executable_says_even_if_all_dims_are_equal():
+    """Those that are stored transposed, too: relu, beside the output."""
+    g, weights, inputs = square()
     found = verify(g, weights.__getitem__, inputs, session=rlx.Session("cpu"))
     assert found.difference is None, found.difference
+    assert found.values == 2
+    compiled = rlx.compile(g)
+    relu = next(n for n in g.nodes() if n.op.name == "relu")
+    assert compiled._origins().places[relu.results[0]].strides[1] == 1 and compiled.byte_offset(relu) is None
+
+
+def test_a_difference_in_a_value_that_is_stored_transposed_is_found_where_the_user_has_it():
+    g, weights, inputs = square()
+    wrong: list[int] = []
+
+    def given(name):
+        """A bias toward one channel, once the executables have their weights."""
+        found = weights[name].copy()
+        if wrong and name == "w0":
+            found[4] *= 3
+        return found
+
+    found = verify(g, given, inputs, session=rlx.Session("cpu"), progress=lambda done, total: wrong.append(done))
+    assert found.values == 1 and found.difference is not None and found.difference.what.startswith("relu")
+    assert found.difference.index[1] == 4

@@ -11,6 +11,7 @@ attributes change (OpDef.permuted); an unclaimed composite is decomposed for thi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from rlx.compiler.compilation import Compilation
 from rlx.compiler.legalise import expand, into_contractions
@@ -58,7 +59,7 @@ class _Sinking:
         results = keep(node, inputs)
         node = results[0].node
         if node.op.last is not None and (made := node.op.last(node.attrs, *inputs)) is not None:
-            made = expand(node, self.new, made)
+            made = expand(node, self.new, _named_inside(made, node))
             self.turned |= {v: (v.node.inputs[0], _axes(v.node)) for v in made if v.node.op is TRANSPOSE}
             return made
         if node.op is TRANSPOSE:
@@ -94,8 +95,9 @@ class _Sinking:
             self.turned[out] = (source, total)
         return out
 
-    def put(self, source: Value, axes: Axes) -> Value:
-        """The transpose of `source`, which moves down."""
+    def put(self, source: Value, axes: Axes, node: Node) -> Value:
+        """The transpose of `source`, which moves down, in place of the result of `node`."""
+        source = _named(source, node, axes)
         out = self.transposed(source, axes)
         if out is not source:
             self.turned[out] = (source, axes)
@@ -123,7 +125,7 @@ class _Sinking:
         else:
             return result
         out = (*front, *(i for g in order for i in spans[g]))
-        return self.put(_apply(RESHAPE, source, dims=tuple(dims[i] for i in out)), _inverse(out))
+        return self.put(_apply(RESHAPE, source, dims=tuple(dims[i] for i in out)), _inverse(out), result.node)
 
     def reduced(self, node: Node, source: Value, axes: Axes) -> Value:
         """A reduction of transpose(source, axes): of the source, then transposed."""
@@ -132,7 +134,7 @@ class _Sinking:
         if not facts.keepdims:
             left = [a for i, a in enumerate(axes) if i not in facts.axes]
             axes = tuple(sorted(left).index(a) for a in left)
-        return self.put(made, axes)
+        return self.put(made, axes, node)
 
     def permuted(self, node: Node) -> Value | None:
         """An op on transposed operands: on their sources, the others transposed like them, then transposed. None: it cannot be,
@@ -152,7 +154,7 @@ class _Sinking:
         if changed is None or sum(self.cost(v) for v in others) > saved:
             return None
         operands = [self.transposed(_ranked(v, rank), back) if i in which else v for i, v in enumerate(node.inputs)]
-        return self.put(_again(node, operands, changed), axes)
+        return self.put(_again(node, operands, changed), axes, node)
 
     def cost(self, x: Value) -> int:
         """Elements that a transpose of `x` moves in each run."""
@@ -183,10 +185,28 @@ def _apply(op: OpDef, x: Value, **attrs: object) -> Value:
 
 
 def _again(node: Node, operands: Iterable[Value], changed: dict[str, object]) -> Value:
-    """The node on transposed operands, with some attributes changed. It has no name, since that stands for the value as the user
-    has it, and the dims may be equal."""
+    """The node on transposed operands, with some attributes changed."""
     own = {name: getattr(node.attrs, name) for name in attribute_types(type(node.attrs))} if node.attrs else {}
     return apply(node.op, tuple(operands), own | changed)  # type: ignore[return-value]
+
+
+def transposed_name(name: str, axes: Axes) -> str:
+    """The name of the value of this name, transposed."""
+    return f"{name}.transpose({','.join(map(str, axes))})" if axes != tuple(range(len(axes))) else name
+
+
+def _named(made: Value, node: Node, axes: Axes) -> Value:
+    """`made`, whose transpose by `axes` is the result of `node`, with a name that says so: the node's stands for the value as the
+    user has it."""
+    return made if node.name is None else replace(made.node, name=transposed_name(node.name, _inverse(axes))).results[made.index]
+
+
+def _named_inside(made: Value, node: Node) -> Value:
+    """A replacement of `node`, with a name for the operand of the transpose that it ends in."""
+    if made.node.op is not TRANSPOSE:
+        return made
+    axes = _axes(made.node)
+    return _apply(TRANSPOSE, _named(made.node.inputs[0], node, axes), axes=axes)
 
 
 __all__ = ["channels_last", "first", "last"]

@@ -138,7 +138,7 @@ def expand(node: Node, new: NewNode, made: Any = None) -> tuple[Value, ...]:
     last = inside.outputs[0].node
 
     def labelled(inner: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
-        return new(replace(inner, name=node.name if inner is last else None, source=node.source), inputs)
+        return new(replace(inner, name=node.name if inner is last else inner.name, source=node.source), inputs)
 
     return tuple(inside.rebuild(labelled).outputs)
 

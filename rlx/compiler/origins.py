@@ -7,8 +7,10 @@ anything else.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from rlx.compiler.assemble import Assembled, assembled
 from rlx.compiler.groups import Group
@@ -17,7 +19,7 @@ from rlx.errors import CompileError
 from rlx.ir.graph import CONSTANT, Graph, Node, Value
 from rlx.ir.op import Kind
 from rlx.ir.program import Program
-from rlx.ir.shape import Shape
+from rlx.ir.shape import Shape, contiguous_strides
 from rlx.ir.target import Target
 from rlx.records import record
 
@@ -51,13 +53,23 @@ class StepOrigin:
         return tuple(sorted({m.origin for m in self.members if m.origin is not None}))
 
 
+@record
+class Place:
+    """Where a value is in the arena: its elements are adjacent, with the axes in any order. `offset`: in bytes. `strides`: in
+    elements."""
+
+    offset: int
+    strides: tuple[int, ...]
+    row_major: bool
+
+
 @record(eq=False)
 class Origins:
     """`graph`: the user's. `nodes`: its nodes; indices mean these. `program`: with complete kernels, also where the compile came
     from the disk cache. `steps`: by phase. `buffers`: the user's node whose value a buffer holds. `decisions`: (how, why) of
-    each node that was not folded or merged with another, as in NodeReport. `offsets`: arena byte offset of each of the user's
-    values that a run stores, row-major and in the dtype in which it is computed; values that are fused, folded or merged with
-    others, params and states have none."""
+    each node that was not folded or merged with another, as in NodeReport. `places`: of each of the user's values that a run
+    stores, in the dtype in which it is computed; values that are fused, folded or merged with others, params and states have
+    none."""
 
     graph: Graph
     nodes: Sequence[Node]
@@ -65,7 +77,7 @@ class Origins:
     steps: Mapping[str, Sequence[StepOrigin]]
     buffers: Mapping[int, int]
     decisions: Mapping[int, tuple[str, str]]
-    offsets: Mapping[Value, int]
+    places: Mapping[Value, Place]
 
     def checked(self, program: Program) -> Origins:
         """CompileError: `program` is not that of this graph."""
@@ -80,25 +92,32 @@ def origins(graph: Graph, target: Target, options: CompileOptions) -> Origins:
     nodes = graph.nodes()
     number = {node: i for i, node in enumerate(nodes)}
 
-    def tag(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+    def tagged(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         if node.op is CONSTANT:
             return node.results
         name = f"{TAG}{number[node]}"
         return Node(node.op, inputs, node.attrs, node.shapes, name, name).results
 
-    made = assembled(graph.rebuild(tag), target, replace(options, dump=None, verbose=False))
+    made = assembled(graph.rebuild(tagged), target, replace(options, dump=None, verbose=False))
     origin = _origin_of(made, number)
     steps = {phase: tuple(_step(key, made, origin) for key in keys) for phase, keys in made.made.items()}
     buffers = {id: at for value, id in made.ids.items() if (at := origin.get(value.node)) is not None}
     decisions: dict[int, tuple[str, str]] = {}
     for report in made.program.nodes:
-        if _is_tag(report.node):
-            decisions.setdefault(int(report.node[len(TAG) :]), (report.how, report.why))
-    return Origins(graph, nodes, made.program, steps, buffers, decisions, _offsets(graph, nodes, made, options))
+        if (tag := _tag(report.node)) is not None:
+            decisions.setdefault(tag.node, (report.how, report.why))
+    return Origins(graph, nodes, made.program, steps, buffers, decisions, _places(graph, nodes, made, options))
 
 
-def _is_tag(name: str | None) -> bool:
-    return name is not None and name.startswith(TAG) and name[len(TAG) :].isdigit()
+class _Tag(NamedTuple):
+    node: int
+    axes: tuple[int, ...]  # empty: the value is not transposed
+
+
+def _tag(name: str | None) -> _Tag | None:
+    """The node that a name stands for, and how its value is transposed (rlx.compiler.channels_last)."""
+    found = re.fullmatch(rf"{TAG}(\d+)(?:\.transpose\(([\d,]+)\))?", name or "")
+    return _Tag(int(found[1]), tuple(map(int, re.findall(r"\d+", found[2] or "")))) if found else None
 
 
 def _origin_of(made: Assembled, number: Mapping[Node, int]) -> dict[Node, int]:
@@ -107,8 +126,8 @@ def _origin_of(made: Assembled, number: Mapping[Node, int]) -> dict[Node, int]:
     for node in made.facts.graph.nodes():
         if node in number:
             found[node] = number[node]
-        elif node.source is not None and _is_tag(node.source):
-            found[node] = int(node.source[len(TAG) :])
+        elif (tag := _tag(node.source)) is not None:
+            found[node] = tag.node
         elif known := [found[v.node] for v in node.inputs if v.node in found]:
             found[node] = max(known)
     return found
@@ -129,31 +148,40 @@ def _step(key: Group | Value, made: Assembled, origin: Mapping[Node, int]) -> St
     return StepOrigin(tuple(members), key.why)
 
 
-def _offsets(graph: Graph, nodes: Sequence[Node], made: Assembled, options: CompileOptions) -> dict[Value, int]:
+def _places(graph: Graph, nodes: Sequence[Node], made: Assembled, options: CompileOptions) -> dict[Value, Place]:
     program, facts, ids, _ = made
     bound = options.binding
-    offsets: dict[Value, int] = {}
+    found: dict[Value, Place] = {}
 
-    def find(own: Value, made: Value) -> None:
-        """`own` became `made`."""
+    def find(own: Value, made: Value, axes: Sequence[int]) -> None:
+        """`own`, transposed by `axes`, became `made`."""
+        dims = own.shape.bind(bound).static
+        if [dims[a] for a in axes] != list(made.shape.static):
+            return
         if facts.places.base(made) not in ids or made in facts.places.tiles:
             return
         base, layout = facts.places.locate(made)
         start = program.plan.offsets.get(ids[base])
-        if start is not None and layout.strides == row_major(made.shape.static):
-            offsets[own] = start + layout.offset * made.dtype.itemsize
+        strides = tuple(layout.strides[axes.index(a)] for a in range(len(axes)))
+        wide = [(s, n) for s, n in zip(strides, dims) if n != 1]
+        if start is not None and _are_adjacent(sorted(wide)):
+            in_order = wide == sorted(wide, reverse=True)
+            found[own] = Place(start + layout.offset * made.dtype.itemsize, strides, in_order)
 
     for node in facts.graph.nodes():
-        if node.name is not None and node.op.kind is not Kind.LEAF and _is_tag(node.name):
-            for own, now in zip(nodes[int(node.name[len(TAG) :])].results, node.results):
-                if own.shape.bind(bound).static == now.shape.static:
-                    find(own, now)
-    offsets |= {own: program.plan.offsets[id] for own, id in zip(graph.inputs, program.inputs)}
-    return offsets | {own: program.plan.offsets[o.buffer] for own, o in zip(graph.outputs, program.outputs)}
+        if (tag := None if node.op.kind is Kind.LEAF else _tag(node.name)) is not None:
+            for own, now in zip(nodes[tag.node].results, node.results):
+                find(own, now, tag.axes or range(own.rank))
+    ends = zip((*graph.inputs, *graph.outputs), (*program.inputs, *(o.buffer for o in program.outputs)))
+    rows = ((own, program.plan.offsets[id], own.shape.bind(bound).static) for own, id in ends)
+    return found | {own: Place(at, contiguous_strides(dims), True) for own, at, dims in rows}
 
 
-def row_major(dims: Sequence[int]) -> tuple[int, ...]:
-    strides = [1]
-    for n in reversed(dims[1:]):
-        strides.append(strides[-1] * n)
-    return tuple(reversed(strides[: len(dims)]))
+def _are_adjacent(axes: Sequence[tuple[int, int]]) -> bool:
+    """True if the elements of axes with these strides and sizes, the innermost first, leave no gaps."""
+    step = 1
+    for stride, n in axes:
+        if stride != step:
+            return False
+        step *= n
+    return True

@@ -300,7 +300,8 @@ class CompiledGraph(Shown):
         value = node.results[0] if isinstance(node, Node) else node
         if not isinstance(value, Value):
             raise BindingError(f"byte_offset takes a value or a node of the graph, got {type(node).__name__}")
-        return self._origins_of().offsets.get(value)
+        place = self._origins_of().places.get(value)
+        return place.offset if place is not None and place.row_major else None
 
     def has_buffer(self, node: Value | Node) -> bool:
         """Whether the value has a slot, so that byte_offset is not None."""

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from rlx.compiler.options import CompileOptions
 from rlx.errors import GraphError
@@ -172,23 +173,25 @@ class _Comparison:
         """The run's values of a node's results (`own`: the node in the compile's copy of the graph), then the states that they
         became. Complex numbers are stored as parts, and left out."""
         for mine, value in zip(own.results, node.results):
-            offset = self.origins.offsets.get(mine)
-            if offset is not None and value.shape.num_elements and value.dtype.kind != "c":
-                start, id = self.starts[bisect_right(self.starts, (offset, 1 << 62)) - 1]
-                raw = self.compiled._executable.read(id).reshape(-1).view(np.uint8)[offset - start :]
-                yield value, raw[: value.shape.size_bytes].view(value.dtype.numpy).reshape(value.shape.static)
+            place = self.origins.places.get(mine)
+            if place is not None and value.shape.num_elements and value.dtype.kind != "c":
+                start, id = self.starts[bisect_right(self.starts, (place.offset, 1 << 62)) - 1]
+                raw = self.compiled._executable.read(id).reshape(-1).view(np.uint8)[place.offset - start :]
+                flat, size = raw[: value.shape.size_bytes].view(value.dtype.numpy), value.dtype.itemsize
+                yield value, as_strided(flat, value.shape.static, [s * size for s in place.strides])
             for name in self.assigned.get(value, ()) if value.dtype.kind != "c" else ():
                 yield value, np.asarray(self.compiled.read_handle(name))
 
     def _compare(self, node: Node, value: Value, found: np.ndarray, want: np.ndarray) -> tuple[float, Difference | None]:
-        """(error as a part of the tolerance, the difference)."""
+        """(error as a part of the tolerance, the difference). Rows are those of `found` in memory."""
         a, b = _wide(found), _wide(want)
         tolerance = self.loose[value] if value.dtype.is_float else 0.0
         if value.dtype.is_float:
             limit = float(np.finfo(np.float32).max) if value.dtype.name in ("f32", "bf16") else np.inf
             with np.errstate(all="ignore"):
                 size = np.where(np.isfinite(b), np.abs(b), 0)
-                row = size.max(axis=-1, keepdims=True) if b.ndim else size
+                inner = min(range(b.ndim), key=lambda i: (found.shape[i] == 1, found.strides[i]), default=0)
+                row = size.max(axis=inner, keepdims=True) if b.ndim else size
                 error = np.abs(a - b) / (tolerance * np.maximum(row, 1e-30))
                 same = (a == b) | (np.isnan(a) & np.isnan(b)) | (np.isinf(a) & (np.abs(b) > limit) & (np.sign(a) == np.sign(b)))
                 error = np.where(same, 0, np.where(np.isnan(error), np.inf, error))
