@@ -202,9 +202,12 @@ def more_methods() -> str:
     """Those of rlx/ir/functions, with the signatures that stand there."""
     files = [import_module(f"rlx.ir.functions.{found.name}") for found in iter_modules(functions.__path__)]
     out = ""
+    literals = {name: given_text(x) for file in files for name, x in vars(file).items() if get_origin(x) is Literal}
     for f in (f for file in files for f in ast.parse(inspect.getsource(file)).body):
         if isinstance(f, ast.FunctionDef) and f.name in functions.__all__ and f.args.args and f.args.args[0].arg == "x":
             f.args.args[0] = ast.arg("self")
+            for name in (n for n in ast.walk(f.args) if isinstance(n, ast.Name)):
+                name.id = literals.get(name.id, name.id)
             doc = ast.get_docstring(f)
             out += f"    def {f.name}({ast.unparse(f.args)}) -> {ast.unparse(f.returns or ast.Constant(None))}:"
             out += f' """{doc}"""\n' if doc and "\n" not in doc else " ...\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +68,18 @@ def attributes(g: rlx.Graph) -> Any:
     return g.outputs[0].node.attrs
 
 
+def check_against_torch(
+    g: rlx.Graph, feeds: dict[str, np.ndarray], oracle: Callable[..., torch.Tensor], ulps: float, devices: Iterable[str]
+) -> None:
+    operands = [wide(a) for a in feeds.values()]
+    want = oracle(attributes(g), *operands).numpy()
+    bound = oracle(attributes(g), *map(torch.abs, operands)).numpy() * ulps
+    for device in devices:
+        (found,) = run(g, feeds, device)
+        assert found.shape == want.shape and found.dtype == feeds["x"].dtype
+        assert (np.abs(found.astype(want.dtype) - want) <= bound).all(), device
+
+
 # -- conv ----------------------------------------------------------------------------------------------------------
 
 
@@ -77,13 +90,7 @@ def test_convolutions_are_those_of_torch(seed: int) -> None:
     dtype = str(rng.choice(["f32", "f32", "f64", "f16", "bf16", "i32"]))
     g = conv_graph(attrs, dims, [dtype] * 3, bias=seed % 2 == 0)
     feeds = {name: array(rng, d, dtype) for name, d in zip("xwb"[: len(g.inputs)], dims)}
-    operands = [wide(a) for a in feeds.values()]
-    want = conv_oracles.conv(attributes(g), *operands).numpy()
-    bound = conv_oracles.conv(attributes(g), *map(torch.abs, operands)).numpy() * ULPS.get(dtype, 0)
-    for device in ("cpu", "ref:0") if seed % 3 else SESSIONS:
-        (found,) = run(g, feeds, device)
-        assert found.shape == want.shape and found.dtype == feeds["x"].dtype
-        assert (np.abs(found.astype(want.dtype) - want) <= bound).all(), device
+    check_against_torch(g, feeds, conv_oracles.conv, ULPS.get(dtype, 0), ("cpu", "ref:0") if seed % 3 else SESSIONS)
 
 
 @pytest.mark.parametrize("device", SESSIONS)
@@ -211,13 +218,7 @@ def test_transposed_convolutions_are_those_of_torch(seed: int) -> None:
     names = "xwb" if seed % 2 else "xw"
     g.set_outputs([rlx.conv_transpose(*(g.input(name, d, dtype) for name, d in zip(names, dims)), **attrs)])
     feeds = {name: array(rng, d, dtype) for name, d in zip(names, dims)}
-    operands = [wide(a) for a in feeds.values()]
-    want = conv_oracles.conv_transpose(attributes(g), *operands).numpy()
-    bound = conv_oracles.conv_transpose(attributes(g), *map(torch.abs, operands)).numpy() * ULPS.get(dtype, 0)
-    for device in ("cpu", "ref:0") if seed % 3 else SESSIONS:
-        (found,) = run(g, feeds, device)
-        assert found.shape == want.shape and found.dtype == feeds["x"].dtype
-        assert (np.abs(found.astype(want.dtype) - want) <= bound).all(), device
+    check_against_torch(g, feeds, conv_oracles.conv_transpose, ULPS.get(dtype, 0), ("cpu", "ref:0") if seed % 3 else SESSIONS)
 
 
 def test_nothing_is_multiplied_by_zeros_between_elements() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from rlx.compiler.compilation import Compilation
 from rlx.errors import CompileError, OptionError, UnboundDimError, Unsupported, known
 from rlx.ir.body import Body
-from rlx.ir.graph import CONSTANT, EXTENT, Extent, Graph, Node, Value, keep
+from rlx.ir.graph import CONSTANT, EXTENT, Extent, Graph, Node, Value, bound, keep
 from rlx.ir.op import OPS, Attrs, Kind
 from rlx.ir.shape import Dim, Shape, contiguous_strides
 from rlx.ir.verify import where
@@ -42,14 +42,7 @@ def bind_dims(graph: Graph, compilation: Compilation) -> Graph:
     if not binding:
         _check_sizes(graph)
         return graph
-    done: dict[Value, Value] = {}
-    for node in nodes:
-        if node.op is CONSTANT:
-            done[node.results[0]] = node.results[0]
-            continue
-        inputs, attrs = tuple(done[v] for v in node.inputs), node.attrs and node.attrs.bind(binding)
-        shapes = node.op.result_shapes(attrs, tuple(v.shape for v in inputs))
-        done.update(zip(node.results, Node(node.op, inputs, attrs, shapes, node.name, node.source).results, strict=True))
+    done = bound(nodes, binding)
     out = Graph(graph.name)
     out.inputs, out.params, out.handles = ([done[v] for v in group] for group in (graph.inputs, graph.params, graph.handles))
     out.outputs, out.output_names = [done[v] for v in graph.outputs], list(graph.output_names)

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlx.errors import GraphError
 from rlx.ir.attrs import Part
-from rlx.ir.building import Building, keep, postorder
+from rlx.ir.building import Building, bound, keep, postorder
 from rlx.ir.node import CONSTANT, INPUT, TRACING, ConstantAttrs, LeafAttrs, Node, Value, constant
 from rlx.ir.op import Kind
 from rlx.ir.shape import Shape
@@ -81,14 +81,7 @@ class Body(Part):
         return Body(graph.name, tuple(graph.inputs), tuple(graph.outputs))
 
     def bind(self, binding: Mapping[str, int]) -> Body:
-        done: dict[Value, Value] = {}
-        for node in self.nodes:
-            if node.op is CONSTANT:
-                done[node.results[0]] = node.results[0]
-                continue
-            inputs, attrs = tuple(done[v] for v in node.inputs), node.attrs and node.attrs.bind(binding)
-            shapes = node.op.result_shapes(attrs, tuple(v.shape for v in inputs))
-            done.update(zip(node.results, Node(node.op, inputs, attrs, shapes, node.name, node.source).results, strict=True))
+        done = bound(self.nodes, binding)
         return Body(self.name, tuple(done[v] for v in self.inputs), tuple(done[v] for v in self.outputs))
 
     def inline(self, operands: Sequence[Value]) -> tuple[Value, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from rlx.errors import DuplicateNameError, GraphError, ShapeError
@@ -12,7 +12,7 @@ from rlx.ir.op import OPS, Kind, OpDef
 from rlx.ir.shape import Shape
 
 from rlx.ir.node import (  # isort: skip
-    HANDLE, INPUT, PARAM, REPLACING, TRACING, LeafAttrs, Node, Value, apply, caller, constant, postorder, same_values,
+    CONSTANT, HANDLE, INPUT, PARAM, REPLACING, TRACING, LeafAttrs, Node, Value, apply, caller, constant, postorder, same_values,
 )  # fmt: skip
 
 EXTENT = "%extent"  # name of the input that the compiler adds
@@ -40,7 +40,7 @@ class Extent(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One state updated in place (rlx/ir/updates.py). What a loop carries needs no way back: `saved` and `undo` are None."""
+    """One state updated in place (rlx/ir/updates.py). Values carried by a loop need no way back: `saved` and `undo` are None."""
 
     handle: Value
     result: Value
@@ -225,3 +225,16 @@ def keep(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
     if given != tuple([v.shape for v in node.inputs]):
         shapes = node.op.result_shapes(node.attrs, given)
     return Node(node.op, inputs, node.attrs, shapes, node.name, node.source).results
+
+
+def bound(nodes: Iterable[Node], binding: Mapping[str, int]) -> dict[Value, Value]:
+    """Values of new nodes for those of `nodes` (operands before users), with named dims as numbers; shapes are inferred again."""
+    done: dict[Value, Value] = {}
+    for node in nodes:
+        if node.op is CONSTANT:
+            done[node.results[0]] = node.results[0]
+            continue
+        inputs, attrs = tuple(done[v] for v in node.inputs), node.attrs and node.attrs.bind(binding)
+        shapes = node.op.result_shapes(attrs, tuple(v.shape for v in inputs))
+        done.update(zip(node.results, Node(node.op, inputs, attrs, shapes, node.name, node.source).results, strict=True))
+    return done

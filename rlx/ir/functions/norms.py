@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from rlx.errors import AttributeValueError, ShapeError
 from rlx.ir import ops
 from rlx.ir.dtype import i64
 from rlx.ir.functions.declare import as_value, function, known_dim, widened
 from rlx.ir.node import Operand, Value, constant
+
+Reduction = Literal["none", "sum", "mean"]  # of the losses of all labels
 
 
 @function
@@ -49,14 +51,14 @@ def nll_loss(
     labels: Operand,
     weight: Operand | None = None,
     ignore: int | None = None,
-    reduction: Literal["none", "sum", "mean"] = "mean",
+    reduction: Reduction = "mean",
 ) -> Value:
     """Minus the log-likelihood x [batch, classes, …] of each label [batch, …], times the weight of its class. Labels that are
     `ignore`, or no class, count nothing; a mean is divided by the sum of the weights that count."""
     labels = as_value(labels)
     if x.rank < 2 or labels.dims != (x.dims[0], *x.dims[2:]):
         raise ShapeError(f"x is [batch, classes, …] with a label [batch, …] for each line of classes, got {x!r} and {labels!r}")
-    if reduction not in ("none", "sum", "mean"):
+    if reduction not in get_args(Reduction):
         raise AttributeValueError(f"reduction is 'none', 'sum' or 'mean', got {reduction!r}")
     after, labels = (1,) * (x.rank - 2), ops.unsqueeze(labels.astype(i64), axes=1)
     hot = ops.equal(ops.iota(dims=(x.dims[1], *after)), labels)
@@ -76,7 +78,7 @@ def cross_entropy(
     labels: Operand,
     weight: Operand | None = None,
     ignore: int | None = None,
-    reduction: Literal["none", "sum", "mean"] = "mean",
+    reduction: Reduction = "mean",
 ) -> Value:
     """nll_loss of log_softmax(x [batch, classes, …])."""
     return nll_loss(ops.log_softmax(x, axis=1), labels, weight, ignore, reduction)

@@ -21,21 +21,14 @@ from rlx.ir.ops.index import pad
 from rlx.ir.ops.reduce import sum
 from rlx.ir.ops.rules import static_dim
 from rlx.ir.ops.view import reshape, transpose
-from rlx.ir.ops.windows import Ints, SlidingAttrs, from_last, taps, to_last, windowed
+from rlx.ir.ops.windows import ConvolutionAttrs, Ints, from_last, taps, to_last, windowed
 from rlx.ir.shape import DimLike, Shape
 
 FEW = 4  # channels
 
 
-class ConvAttrs(SlidingAttrs):
-    """One number of strides, padding (low: before, high: after) or dilation counts for each spatial dim."""
-
-    strides: Ints = (1,)
-    low: Ints = (0,)
-    high: Ints = (0,)
-    dilation: Ints = (1,)
-    groups: int = 1
-    channels_last: bool = False
+class ConvAttrs(ConvolutionAttrs):
+    """low, high: padding before and after each spatial dim."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

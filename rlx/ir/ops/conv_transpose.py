@@ -23,19 +23,12 @@ from rlx.ir.ops.conv import conv
 from rlx.ir.ops.index import concat, gather, pad
 from rlx.ir.ops.rules import static_dim
 from rlx.ir.ops.view import broadcast_to, reshape, slice, transpose
-from rlx.ir.ops.windows import Ints, SlidingAttrs, from_last, to_last
+from rlx.ir.ops.windows import ConvolutionAttrs, Ints, from_last, to_last
 from rlx.ir.shape import DimLike, Shape
 
 
-class ConvTransposeAttrs(SlidingAttrs):
-    """One number of any of these counts for each spatial dim. low, high: elements that are cut off at the ends, or added."""
-
-    strides: Ints = (1,)
-    low: Ints = (0,)
-    high: Ints = (0,)
-    dilation: Ints = (1,)
-    groups: int = 1
-    channels_last: bool = False
+class ConvTransposeAttrs(ConvolutionAttrs):
+    """low, high: elements that are cut off at the ends, or added."""
 
     def __post_init__(self) -> None:
         if not (self.low and self.high and min((*self.strides, self.groups), default=0) >= 1 <= min(self.dilation, default=0)):

@@ -132,6 +132,17 @@ class SlidingAttrs(Attrs):
         return tuple(out)
 
 
+class ConvolutionAttrs(SlidingAttrs):
+    """One number of strides, low, high or dilation counts for each spatial dim."""
+
+    strides: Ints = (1,)
+    low: Ints = (0,)
+    high: Ints = (0,)
+    dilation: Ints = (1,)
+    groups: int = 1
+    channels_last: bool = False
+
+
 def to_last(x: Value, channels_last: bool) -> Value:
     """[batch, channels, *spatial] as [batch, *spatial, channels]."""
     return x if channels_last else transpose(x, axes=(0, *range(2, x.rank), 1))
