@@ -173,7 +173,7 @@ def compile_case(number: int, processor: str) -> bool:
 
 
 def failures(numbers: Sequence[int], processor: str) -> Iterator[str]:
-    """What goes wrong with the cases `numbers`, which are compiled in other processes, one at a time."""
+    """The failures of the cases `numbers`, which are compiled in other processes, one at a time."""
     todo = list(numbers)
     while todo:
         command = [sys.executable, __file__, "--child", processor, *map(str, islice(todo, 2000))]

@@ -34,7 +34,7 @@ NAMES = sorted({name for name, _, _ in CASES})
 
 
 def together(transports: list[Any], act: Callable[[Any], Any]) -> list[Any]:
-    """What `act` gives, or raises, on every rank."""
+    """The results of `act`, or its errors, on every rank."""
     found: list[Any] = [None] * len(transports)
 
     def rank(i: int) -> None:

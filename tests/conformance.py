@@ -1,4 +1,4 @@
-"""What every transport must do, as plain functions of one rank's transport; all ranks call the same ones.
+"""The duties of every transport, as plain functions of one rank's transport; all ranks call the same ones.
 
     python -m tests.conformance --device cpu                          # a device instead: see device_conformance
     python -m tests.conformance --count 1000                          # threads of one process, 2 to 8 ranks
@@ -128,7 +128,7 @@ def random_case(seed: int, number: int, ranks: int, heap: int, shared: bool) -> 
 
 
 def result_of(case: Case, transport: Any) -> np.ndarray:
-    """What this rank gets."""
+    """The result on this rank."""
     me, mine = transport.this_rank, case.operand(transport.this_rank.index)
     scratch = SymmetricBuffer(me, case.offset, mine.nbytes)
     if case.in_place:

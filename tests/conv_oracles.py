@@ -1,4 +1,4 @@
-"""What convolutions and pools mean according to torch.nn.functional, in float64 (integers in int64): see op_oracles."""
+"""Convolutions and pools by torch.nn.functional, in float64 (integers in int64): see op_oracles."""
 
 from __future__ import annotations
 

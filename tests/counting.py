@@ -1,4 +1,4 @@
-"""What calls leave behind, and what Python allocates meanwhile: the measurements that promises of no allocation are tested by."""
+"""Objects that calls leave behind, and allocations of Python meanwhile: the measurements for promises of no allocation."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def kernels(arch: str, only: str = "", sample: bool = False) -> list[Built]:
 
 @dataclass(frozen=True)
 class Report:
-    """What the assembler says about one kernel: bytes of local memory, of registers stored there, of shared memory; registers."""
+    """The assembler's figures of one kernel: bytes of local memory, of registers stored there, of shared memory; registers."""
 
     stack: int
     spilled: int

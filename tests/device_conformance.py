@@ -1,10 +1,10 @@
-"""What every device that computes must do, as plain functions of its name: whoever writes a backend runs these.
+"""The duties of every device that computes, as plain functions of its name: the tests of a new backend.
 
     python -m tests.conformance --device ref --device cpu
     python -m tests.conformance --device c=tests.c_backend:CBackend     # not installed: NAME=MODULE:CLASS
 
-Ops come from the op table (samples x dtypes x awkward data); what a run leaves behind, states, lengths and ranks from the graphs
-below. The references of the ops say what is right. Nothing here knows a backend.
+Ops come from the op table (samples x dtypes x awkward data); leftovers of a run, states, lengths and ranks from the graphs
+below. The references of the ops give the expected results. Nothing here knows a backend.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def skewed(seed: int, of: Sequence[MoELayer], forwards: int, skew: float = 1.0) 
 
 
 def drifting(seed: int, of: Sequence[MoELayer], forwards: int, step: float = 0.05, skew: float = 2.5) -> Iterator[Forward]:
-    """What is popular changes a little at every forward, and wholly in the course of some hundred."""
+    """Choices whose popular experts change a little at every forward, and wholly in the course of some hundred."""
     rng = np.random.default_rng(seed)
     logits = [rng.normal(size=x.experts) for x in of]
     for _ in range(forwards):

@@ -61,7 +61,7 @@ def data(g: Graph, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def expected(x: np.ndarray, params: dict[str, np.ndarray], ffn: int, k: int, form: str = "", count: int = 1) -> np.ndarray:
-    """What `layers` computes: one token and expert after the other."""
+    """The result of `layers`: one token and expert after the other."""
     x = x.astype(np.float64)
     for n in range(count):
         gate, up, down = (params[f"layer{n}.{part}"] for part in ("gate", "up", "down"))

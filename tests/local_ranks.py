@@ -10,7 +10,7 @@ from rlx.driver import LocalTransport
 
 
 def on_ranks(ranks: int, run: Callable[[LocalTransport], Any], heap_size: int = 1 << 20, timeout: float = 60) -> list[Any]:
-    """What `run` gives for the transport of each rank. The first error that is not another's consequence is raised."""
+    """The results of `run` with the transport of each rank. The first error that is not another's consequence is raised."""
 
     def one(transport: LocalTransport) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""What each op means according to someone else: torch and scipy in float64, Python's own integers, or loops written out.
+"""The results of each op by others: torch and scipy in float64, Python's own integers, or loops written out.
 
 ORACLES[name](case, attrs, *arrays) takes floats as float64, integers as int64 and complex numbers as complex128; it gives
 such numbers, bool, or a tuple.

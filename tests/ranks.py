@@ -87,7 +87,7 @@ def start(
 
 
 def run(n: int, function: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
-    """What `start` started returns, by rank. Raises the first rank's exception."""
+    """The results of `function`, by rank. Raises the first rank's exception."""
     found = start(n, function, *args, **how).outcomes()
     for rank, outcome in enumerate(found):
         if isinstance(outcome, Exception):

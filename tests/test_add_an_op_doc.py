@@ -30,7 +30,7 @@ def edits(text: str) -> list[tuple[str, str, str]]:
 
 
 def edited(text: str, kind: str, block: str) -> str:
-    """A file's text after one edit. What a diff takes away is there once."""
+    """A file's text after one edit. Lines that a diff takes away are there once."""
     if kind == "python":
         return f"{text}\n\n{block}"
     for before, after in re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)+)", block, re.M):

@@ -179,7 +179,7 @@ def test_every_dtype_and_dims(mode, dtype, dims):
 
 
 def odd_arrays() -> dict[str, Any]:
-    """What may be passed for f32 [2, 3]: usual, unusual, wrong."""
+    """Arguments for f32 [2, 3]: usual, unusual, wrong."""
     plain = np.arange(6, dtype=F).reshape(2, 3)
     frozen = plain.copy()
     frozen.flags.writeable = False

@@ -110,7 +110,7 @@ def test_blocks_share_keys_as_far_as_they_run_at_once(batch, shared, keys, clust
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("config", [QWEN, LLAMA])
 def test_rotations_and_updates_run_in_the_blocks_of_their_attention(config, batch):
-    """Also norms of queries and keys. What all heads read, cos and sin of the position, is computed in the first launch."""
+    """Also norms of queries and keys. Cos and sin of the position, which all heads read, are computed in the first launch."""
     found = attentions(decoder(config, batch))
     assert [[len(stage) for stage in x] for x in found] == [[3, 1], [3, 1]]
     assert all(sum("update_rows" in name for stage in x for name in stage) >= 1 for x in found)

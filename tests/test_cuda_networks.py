@@ -1,4 +1,4 @@
-"""Whole networks on the CUDA backend: which kernels a layer becomes. What runs on a GPU is skipped without one."""
+"""Whole networks on the CUDA backend: which kernels a layer becomes. Tests that run on a GPU are skipped without one."""
 
 from __future__ import annotations
 

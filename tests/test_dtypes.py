@@ -70,7 +70,7 @@ def test_f32_becomes_f8_as_ml_dtypes_rounds_it(dtype: str, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", F8)
 def test_f8_through_views_and_states(dtype: str, device: str) -> None:
-    """What only moves values keeps them; a NaN stays a NaN."""
+    """Ops that only move values keep them; a NaN stays a NaN."""
     x = every(dtype).reshape(4, 64)
     g = Graph("moves")
     v, handle = g.input("x", (4, 64), dtype), rlx.BufferHandle("state", (4, 64), dtype)

@@ -312,7 +312,7 @@ def shown(request: pytest.FixtureRequest, browser: Any, file: Path) -> Iterator[
 
 
 def opened(browser: Any, file: Path, width: int, scheme: str = "light") -> Iterator[Any]:
-    """The page in a window without network. Whatever it reports or asks for is an error."""
+    """The page in a window without network. Any message or request of its is an error."""
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     tab, trouble = context.new_page(), []
     tab.on("console", lambda message: trouble.append(message.text))

@@ -55,7 +55,7 @@ def failing(where: str, ranks: int, in_place: bool) -> Graph:
 
 
 def fail_here(transport: Any, where: str, in_place: bool, device: str, fail: tuple[int, ...], checked: bool = False) -> list[Any]:
-    """What four runs on one rank gave, or raised, of which the second fails on ranks `fail`; and the state after each."""
+    """The results or errors of four runs on one rank, of which the second fails on ranks `fail`; and the state after each."""
     g = failing(where, transport.num_ranks, in_place)
     c = rlx.Session(device, threads=1, transport=transport).compile(g, rlx.CompileOptions(checked=checked))
     x, found = np.ones((1, 8), np.float32), []
@@ -224,7 +224,7 @@ def test_queued_runs_of_several_graphs_keep_the_order(processes: bool) -> None:
 
 
 def second_thread_here(transport: Any) -> list[str]:
-    """What another thread of rank 0 is told while the first is in a run, or in a collective, that waits for rank 1."""
+    """The errors in another thread of rank 0 while the first is in a run, or in a collective, that waits for rank 1."""
     n, me = transport.num_ranks, transport.this_rank.index
     compiled = [rlx.Session("cpu", threads=1, transport=transport).compile(mlp(n, rows)) for rows in (3, 4)]
     for c in compiled:

@@ -20,7 +20,7 @@ X = RNG.standard_normal((3, 4, 5)).astype(np.float32)
 
 
 def by_onnx(op: str, *arrays: np.ndarray, outputs: int = 1, **attributes: Any) -> list[np.ndarray]:
-    """What onnx's reference implementation of an op gives."""
+    """The results of onnx's reference implementation of an op."""
     names, made = [f"x{i}" for i in range(len(arrays))], [f"y{i}" for i in range(outputs)]
     ins = [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape) for n, a in zip(names, arrays)]
     outs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in made]

@@ -1,4 +1,4 @@
-"""What the compiler makes of a fixed set of programs, kernel by kernel, is what is stored in tests/kernel_texts/."""
+"""The kernels that the compiler makes of a fixed set of programs are those stored in tests/kernel_texts/."""
 
 from __future__ import annotations
 

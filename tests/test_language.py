@@ -401,7 +401,7 @@ SINGLE: list[tuple[str, dict, dict]] = [
 
 @pytest.mark.parametrize("name", [*(n for n in FAMILIES if "-" not in n and n != "gpt2"), *range(len(SINGLE))])
 def test_a_config_is_read_as_transformers_reads_it(name, tmp_path):
-    """What is missing, what belongs to other families, and old spellings: the same logits, or an error where it has one too."""
+    """Missing keys, keys of other families, and old spellings: the same logits, or an error where it has one too."""
     name, sizes, edits = SINGLE[name] if isinstance(name, int) else (name, {}, None)
     network, refused = make(name, tmp_path, **sizes), []
     path = tmp_path / "config.json"

@@ -93,7 +93,7 @@ def parts_of(path: str) -> list[str]:
 
 
 def import_faults(path: str, source: str) -> list[str]:
-    """What the file `path` (inside rlx) imports against the law."""
+    """Imports of the file `path` (inside rlx) against the law."""
     here = parts_of(path)
     package = here[0]
     found = []

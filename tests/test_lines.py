@@ -82,7 +82,7 @@ def test_cumsum(dtype: str, exclusive: bool, reverse: bool) -> None:
 
 
 def test_cumsum_goes_by_shuffles_and_lets_no_value_back() -> None:
-    """What is not a number or infinite stays behind where it stood."""
+    """A NaN or an infinity changes no element before it."""
     x = np.ones((2, 100), np.float32)
     x[0, 37], x[1, 50], x[1, 70] = np.nan, np.inf, -np.inf
     got = run(lambda v: rlx.cumsum(v), x)

@@ -1,4 +1,4 @@
-"""What a language model takes is what `memory()` said before: resident bytes of a process of its own, from start to answer."""
+"""A language model takes the memory that `memory()` said before: resident bytes of a process of its own, from start to answer."""
 
 from __future__ import annotations
 

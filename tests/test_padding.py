@@ -24,7 +24,7 @@ from rlx.runtime.binding import filled_rows
 
 N = Dim("n")
 GARBAGE = {"f": np.nan, "i": -77, "u": 251, "b": True, "c": np.nan}
-# What mixes rows in a way that no fill makes right; the rest of each op's axes go.
+# Ops that mix rows in a way that no fill makes right; the rest of each op's axes go.
 REFUSED = {
     "argsort", "sort", "top_k", "threshold",  # where a row ends up depends on every other
     "gather", "gather_elements", "scatter_add", "scatter_elements", "take_rows", "update_rows",

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def mpirun(case: str, ranks: int, folder: Path, *options: str, outliving: tuple[int, ...] = ()) -> tuple[dict[int, str], int]:
-    """What each rank wrote, and mpirun's exit code. `outliving`: ranks that may still be at work when mpirun has ended."""
+    """The lines that each rank wrote, and mpirun's exit code. `outliving`: ranks that may work on after mpirun has ended."""
     open_mpi = b"Open MPI" in subprocess.run([MPIRUN, "--version"], capture_output=True).stdout
     general = ["--allow-run-as-root", "--oversubscribe"] if open_mpi else []
     folder.mkdir(exist_ok=True)

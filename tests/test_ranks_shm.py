@@ -32,7 +32,7 @@ LONG = 600.0  # seconds; a wait that lasts so long has not noticed what went wro
 
 
 def names() -> list[str]:
-    """What this process's tests have in /dev/shm."""
+    """Files of this process's tests in /dev/shm."""
     return [name for name in os.listdir(shm.FOLDER) if f"-test-{os.getpid()}-" in name]
 
 
@@ -143,7 +143,7 @@ def test_what_is_refused_leaves_the_transport_as_it_was():
 
 
 def fails(t: ShmTransport, who: int, how: str) -> list[str]:
-    """What this rank is told, again and again, after `who` has failed."""
+    """The errors on this rank, again and again, after `who` has failed."""
     t.barrier()
     if t.this_rank.index == who:
         if how == "kill":

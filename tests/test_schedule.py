@@ -37,7 +37,7 @@ def lowered(make: Make, *leaves: tuple[tuple[int, ...], str], target: Target = P
 
 
 def results(kernel: Kernel, seed: int = 0) -> list[np.ndarray]:
-    """What the kernel writes, for data that depends on the seed and the buffers."""
+    """The buffers that the kernel writes, for data that depends on the seed and the buffers."""
     rng = np.random.default_rng(seed)
     made = []
     for b in kernel.buffers:

@@ -18,7 +18,7 @@ from rlx.records import record
 
 @record(eq=False)
 class Compilation:
-    """Handed to every pass, then (in Facts) to fusion, lowering and the reports. What it keeps changes no answer."""
+    """Handed to every pass, then (in Facts) to fusion, lowering and the reports. It keeps answers, and changes none."""
 
     target: Target
     options: CompileOptions

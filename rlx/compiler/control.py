@@ -1,10 +1,10 @@
 """Control flow to steps that run sub-programs.
 
-A sub-graph is compiled as a graph of its own, with fusion, packing and a memory plan. What a loop carries or stacks, and what a
-branch gives, are handles of the sub-program, wired to the results of the step: a next value that no earlier one needs is computed
-where the old one lies, others are copied behind each iteration (its commit). What it captures are handles too, or params where
-the value is known before a run: all that follows from these alone is computed when the params are set, by steps of the outermost
-program. The arena of the bodies is one buffer of the step.
+A sub-graph is compiled as a graph of its own, with fusion, packing and a memory plan. The carried and stacked values of a loop,
+and the results of a branch, are handles of the sub-program, wired to the results of the step: a next value that no earlier one
+needs is computed where the old one lies, others are copied behind each iteration (its commit). Captured values are handles too,
+or params where the value is known before a run: all that follows from these alone is computed when the params are set, by steps
+of the outermost program. The arena of the bodies is one buffer of the step.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class _Lowering:
         return number, tuple(self.arg(places[id]) for id in outer)
 
     def places(self, program: Program, wires: Mapping[str, Place]) -> dict[int, Place]:
-        """What each buffer of a sub-program is outside, but for those in its arena."""
+        """Each buffer of a sub-program outside it, but for those in its arena."""
         found: dict[int, Place] = {}
         for b in program.buffers:
             if b.region in (Region.PARAM, Region.HANDLE):

@@ -473,8 +473,8 @@ class _Fuser:
         return value in self.roots or any(self.group_of.get(reader) is not group for reader in self.readers.get(value, ()))
 
     def ordered(self) -> list[Group]:
-        """Groups in topological order; ties in graph order. What is kept until the end of the run, the parts of states that are
-        overwritten, may come first, so that one launch can save all of it."""
+        """Groups in topological order; ties in graph order. Copies kept until the end of the run, of the parts of states
+        that are overwritten, may come first, so that one launch can save all of them."""
         done: dict[Group, None] = {}
         groups = sorted(self.groups, key=lambda g: not (self.joins_rows and self.saved & g.forms.keys()))
         stack = list(reversed(groups))

@@ -102,8 +102,8 @@ def load_decoder(path: str | PathLike[str], **how: Any) -> LanguageModel:
 def _stored(
     path: Any, kind: str = "", session: Any = None, options: Any = None, progress: object = None, model: Any = None, **how: Any
 ) -> Any:
-    """The contents of an artifact file, of this kind if it is given. `session` and `options` set device and threads. What was
-    fixed when the file was saved can be given again, but not otherwise (OptionError)."""
+    """The contents of an artifact file, of this kind if it is given. `session` and `options` set device and threads. Options
+    that were fixed when the file was saved can be given again, but not otherwise (OptionError)."""
     of_file = {name: how.pop(name) for name in FROM_FILE if name in how}
     if session is not None:
         of_file |= {"device": session.device, "threads": session.threads}

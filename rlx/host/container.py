@@ -135,7 +135,7 @@ class Container:
         return raw[: section.nbytes]
 
     def map(self, name: str) -> np.ndarray:
-        """The section as uint8 over the file's pages. What is written stays in this process. Not checked: see `verify`."""
+        """The section as uint8 over the file's pages. Writes stay in this process. Not checked: see `verify`."""
         section = self._section(name)
         if not section.nbytes:
             return np.zeros(0, np.uint8)

@@ -1,9 +1,9 @@
 """ExpertPool: keeps the right experts of a model in the fast tier, within a budget, while it runs.
 
-A policy answers each router (rlx.runtime.policies). Missing experts that stay are read once, by the run that needs them. What the
-policy demotes, and what it fetches ahead, is the work of a background thread, in pairs: it makes the tiers equal to what the
-policy wants, releases first. The policy is the simulator's, so that both count the same hits. On a GPU, where kernels read
-missing experts in place (ExpertTiers.in_place), the thread learns of the routers after their run, and promotes all that stay.
+A policy answers each router (rlx.runtime.policies). Missing experts that stay are read once, by the run that needs them. A thread
+in the background, in pairs, demotes experts and fetches others ahead: it makes the tiers equal to the policy's masks, releases
+first. The policy is the simulator's, so that both count the same hits. On a GPU, where kernels read missing experts in place
+(ExpertTiers.in_place), the thread learns of the routers after their run, and promotes all that stay.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 "use strict";
 // Draws the pictures of the page from the report, which is in this file: JSON, compressed, in base64. The tables of steps and of
-// bytes are in the page already. Whatever comes from the report becomes a text node or an attribute, never markup.
+// bytes are in the page already. All text of the report becomes a text node or an attribute, never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 const NUMBER = new Intl.NumberFormat("en-US");

@@ -221,7 +221,7 @@ class _Network:
         self, prefix: str, fused: str, names: Sequence[str], x: Value, widths: Sequence[int], bias: bool,
         ends: Value | None = None,
     ) -> Sequence[Value]:
-        """Several projections of x, as one contraction if their weights have the same format. Whoever reads a part widens it."""
+        """Several projections of x, as one contraction if their weights have the same format. The readers of a part widen it."""
         if isinstance(self.formats, str) or f"{prefix}.{fused}.weight" in self.formats:
             y = self.linear(f"{prefix}.{fused}", x, sum(widths), bias, narrow=True, ends=ends)
             return ops.split(y, parts=tuple(widths), axis=1)

@@ -2,8 +2,8 @@
 
 `rlx.cond`, `while_loop`, `counted_loop` and `scan` (rlx.ir.functions.control) make them from Python functions.
 
-A loop has values that it carries from one iteration to the next, and values that it stacks, one row an iteration. What else its
-body reads are further operands, the same in each iteration. A backend without control flow (Target.control) gets the
+A loop has values that it carries from one iteration to the next, and values that it stacks, one row an iteration. Other values
+that its body reads are further operands, the same in each iteration. A backend without control flow (Target.control) gets the
 decompositions: both branches and a choice, or the iterations one after the other.
 """
 
