@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from onnx import TensorProto
 
 import rlx
+from rlx.errors import Unsupported
 from rlx.frontends.onnx import OnnxModel
 from tests.onnx_models import runtime
 
@@ -216,3 +217,25 @@ def test_weights_in_blocks_are_packed_once_for_all_dims(monkeypatch):
         weight = (unpack(inputs["w"].reshape(8, -1), 4).astype(np.float32) - 8) * 0.0625
         np.testing.assert_allclose(model(x), x @ weight.T, rtol=1e-4, atol=1e-4)
     assert len(model.reasons) == 3 and len(calls) == 1
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------------
+
+
+def test_operands_and_attributes_that_are_not_known_are_refused():
+    """These operators have no schema in the onnx package that would find them."""
+    x, norm = normal(1, 2, 64), normal(16)
+    inputs = {"q": x, "k": x, "v": x, "pk": None, "pv": None, "n": np.array([1], np.int32), "t": np.array(2, np.int32)}
+    attrs = {"num_heads": 4, "kv_num_heads": 4}
+    for more, found in (({"sliding_window_cache": 1}, "attribute 'sliding_window_cache'"), ({"causal": 0}, "later keys")):
+        with pytest.raises(Unsupported, match=found):
+            rlx.from_onnx(made("GroupQueryAttention", inputs, attrs | more, 3, ("t",)))
+    more = dict.fromkeys(("c", "s", "p", "b", "h")) | {"ks": normal(1), "vs": normal(1)}
+    with pytest.raises(Unsupported, match="not supported: operand 12, operand 13"):
+        rlx.from_onnx(made("GroupQueryAttention", inputs | more, attrs, 3, ("t",)))
+    more |= {"ks": None, "vs": None, "qn": norm, "kn": norm}
+    model = made("GroupQueryAttention", inputs | more, attrs, 3, ("t",))
+    turn = lambda y: F.rms_norm(split(y, 4), (16,), T(norm), 1e-6)  # noqa: E731
+    expected = F.scaled_dot_product_attention(turn(x), turn(x), split(x, 4), is_causal=True)
+    found = OnnxModel(model).run({k: v for k, v in (inputs | more).items() if v is not None and k != "t"})
+    np.testing.assert_allclose(found["y0"], joined(expected), rtol=2e-5, atol=2e-5)

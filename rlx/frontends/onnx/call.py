@@ -49,6 +49,7 @@ class Importing(Protocol):
     quantities: dict[Value, Any]  # the integers, scales and zero points of values that DequantizeLinear made
     control: bool  # the device has control flow
     draws: Counter[str]  # of random numbers, by place
+    added: dict[Value, int]  # rows that were written into a past in place
 
     def constant(self, array: np.ndarray) -> Value:
         """A known array as a Value."""
@@ -109,11 +110,13 @@ class Call:
         self.inputs, self.outputs, self.attrs, self.where = list(inputs), list(outputs), attrs, where
         self.protos: dict[str, onnx.AttributeProto] | None = None  # the attributes as they are in the model
         self.overload, self.counts = "", False
+        self._read: set[str | int] = set()  # operands and attributes that the handler has asked for
 
     # -- operands
 
     def has(self, i: int) -> bool:
         """True if operand i is given."""
+        self._read.add(i)
         return i < len(self.inputs) and self.inputs[i] is not None
 
     def value(self, i: int) -> Value:
@@ -207,11 +210,25 @@ class Call:
 
     def attr(self, name: str, default: Any = _REQUIRED) -> Any:
         """An attribute as int, float, str, tuple of these, ndarray, or GraphProto."""
+        self._read.add(name)
         if name in self.attrs:
             return self.attrs[name]
         if default is _REQUIRED:
             self.refuse(f"attribute {name!r} is missing")
         return default
+
+    def others(self, *names: str) -> dict[str, Any]:
+        """The attributes apart from these, for another operator."""
+        self._read.update(self.attrs)
+        return {k: v for k, v in self.attrs.items() if k not in names}
+
+    def check_read(self) -> None:
+        """Refuses operands and attributes that the handler never asked for, unless the attribute is 0 or empty: those of an
+        operator without a schema have nothing else that knows them."""
+        operands = [i for i, x in enumerate(self.inputs) if x is not None and i not in self._read]
+        attrs = [a for a, x in self.attrs.items() if a not in self._read and x not in (0, "", "NONE")]
+        if found := [f"operand {i}" for i in operands] + [f"attribute {a!r}" for a in attrs]:
+            self.refuse(f"not supported: {', '.join(found)}")
 
     def wants(self, i: int) -> bool:
         """True if output i has a name."""
@@ -234,6 +251,7 @@ class Call:
     def run(self, op: str, *inputs: Operand, outputs: int = 1, domain: str = "", opset: int | None = None, **attrs: Any) -> Any:
         """The results of another ONNX operator on these operands: for operators that are made of others."""
         names = [f"{self.op}.{i}" for i in range(outputs)]
+        self._read.update(i for i, x in enumerate(self.inputs) if any(x is given for given in inputs))
         version = self.scope.opset(domain) if opset is None else opset
         made = self.scope.apply(op, domain, version, inputs, names, attrs, self.where)
         return made[0] if outputs == 1 else made

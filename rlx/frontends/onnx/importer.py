@@ -21,7 +21,7 @@ from rlx.frontends.onnx.call import UNROLLED, Call, NotKnown, Operand, Refused
 from rlx.frontends.onnx.counted import Bound, follow
 from rlx.frontends.onnx.proto import Source, numpy_type, stored
 from rlx.frontends.onnx.states import following
-from rlx.frontends.onnx.structure import opsets
+from rlx.frontends.onnx.structure import opsets, schema_of
 from rlx.frontends.onnx.table import find
 from rlx.frontends.onnx.tidy import tidied
 from rlx.ir.dtype import as_dtype
@@ -166,6 +166,8 @@ class GraphScope:
             made: Any = tuple(self.inner(function.proto, call.inputs, call.where, function))
         else:
             made = handle(call)
+            if schema_of(call.op, call.opset, call.domain) is None:
+                call.check_read()
         results = list(made) if isinstance(made, tuple) else [made]
         results += [None] * (len(call.outputs) - len(results))
         results = [self.importer.folded(x) for x in results[: len(call.outputs)]]
@@ -194,6 +196,7 @@ class Importer:
         self.wanted: dict[str, str] = {}  # input whose contents must be known -> why
         self.bounds: dict[Value, Bound] = {}
         self.quantities: dict[Value, Any] = {}
+        self.added: dict[Value, int] = {}
         self.made = source.made
         self.types: dict[Value, int] = {}  # ONNX's element type of values that are stored in a wider one
         self.named: dict[str, Any] = {}  # what the names of the model's own graph stand for
@@ -278,7 +281,8 @@ class Importer:
         for handle in list(self.graph.handles):
             name = str(handle.name)
             if name in self.states:
-                value, self.rows = following(name, handle, outputs[self.states[name]])
+                value, rows = following(name, handle, outputs[self.states[name]], self.added)
+                self.rows = max(self.rows, rows)
                 self.graph.assign(handle, value)
 
     def initialiser(self, tensor: onnx.TensorProto | onnx.SparseTensorProto, place: str) -> Operand:

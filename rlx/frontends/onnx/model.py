@@ -15,7 +15,7 @@ from rlx.errors import BindingError, InputDTypeError, InputShapeError, MissingIn
 from rlx.forks import Lock
 from rlx.frontends.onnx.importer import Importer, check, dims_of, flat, from_onnx, imported
 from rlx.frontends.onnx.proto import Source, numpy_type, stored
-from rlx.frontends.onnx.states import MASK, pairs
+from rlx.frontends.onnx.states import MASK, in_place, pairs
 from rlx.ir.dtype import as_dtype
 from rlx.ir.graph import Graph
 from rlx.ir.shape import Dim, Shape
@@ -49,8 +49,8 @@ class OnnxModel(Shown):
         device: str = "cpu", options: CompileOptions | None = None, states: int | None = None,
     ) -> None:  # fmt: skip
         """`states`: so many rows of past keys and values are kept on the device between runs, if the model has inputs and outputs
-        for them (past_key_values.0.key and present.0.key), which are then no arguments and results of a run. Rows that are not
-        filled stand first; attention_mask is given for the filled ones and the new ones, and padded.
+        for them (past_key_values.0.key and present.0.key), which are then no arguments and results of a run; attention_mask is
+        given for the filled rows and the new ones, and padded for the others.
 
         ModelError: the file is damaged, or contradicts itself. Unsupported nodes are refused by the first run, or `compile`."""
         self._source = model if isinstance(model, Source) else Source(model)
@@ -58,6 +58,7 @@ class OnnxModel(Shown):
         self.reasons: list[str] = []
         self.filled = 0  # rows of the states
         self._pairs = pairs(self._source) if states else {}
+        self._in_place = in_place(self._source, self._pairs)
         self._kinds = {i.name: i.type for i in self._source.inputs if i.name not in self._pairs}
         gone = set(self._pairs.values())
         self._outputs = [o for o in self._source.model.graph.output if o.name not in gone]
@@ -168,8 +169,10 @@ class OnnxModel(Shown):
             raise MissingInputError(f"no value for input {known(missing)}")
         given = {name: _arrays(name, inputs.get(name), kind) for name, kind in self._kinds.items()}
         if self._pairs and MASK in given and given[MASK].ndim == 2:
-            room = (self.states or 0) - self.filled  # rows that are not filled are masked
-            given[MASK] = np.pad(given[MASK], ((0, 0), (max(room, 0), 0)))
+            whole, states = given[MASK].shape[1], self.states or 0
+            self._check_room(whole - self.filled)
+            room = (0, states - whole) if self._in_place else (states - self.filled, 0)  # rows that are not filled
+            given[MASK] = np.pad(given[MASK], ((0, 0), room))
         return given
 
     def _check_room(self, rows: int) -> None:

@@ -1,9 +1,12 @@
 """Past and present keys and values of a decoder, by their names: they become states, which stay on the device between runs.
 
-A state holds the last rows of its past. Rows that are not filled stand first, and the attention mask hides them.
+A state holds the last rows of its past. Rows that are not filled stand first, and the attention mask hides them. The states of
+GroupQueryAttention are written in place, from their first row on; that operator counts them by the attention mask.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from rlx.errors import GraphError
 from rlx.frontends.onnx.proto import Source
@@ -20,17 +23,24 @@ def pairs(source: Source) -> dict[str, str]:
     return {name: present for name, present in made if present in outputs}
 
 
-def following(name: str, past: Value, present: Value) -> tuple[Value, int]:
-    """The next state, and the rows that a run adds: the present, or its last rows if it is longer than the past."""
+def in_place(source: Source, states: Mapping[str, str]) -> bool:
+    """True if GroupQueryAttention reads these states."""
+    nodes = (node for node in source.model.graph.node if node.op_type == "GroupQueryAttention")
+    return any(name in states for node in nodes for name in node.input)
+
+
+def following(name: str, past: Value, present: Value, added: Mapping[Value, int]) -> tuple[Value, int]:
+    """The next state, and the rows that a run adds: the present, or its last rows if it is longer than the past. `added`: rows
+    that were written in place."""
     longer = [a for a, (p, q) in enumerate(zip(past.dims, present.dims)) if p != q]
     if past.rank != present.rank or past.dtype != present.dtype or len(longer) > 1:
         raise GraphError(f"the present of {name!r} is {present.shape}, which is no longer form of the past {past.shape}")
     if not longer:
-        return present, 0
+        return present, added.get(present, 0)
     was, now = past.shape.static[longer[0]], present.shape.static[longer[0]]
     if now < was:
         raise GraphError(f"the present of {name!r} is {present.shape}, shorter than the past {past.shape}")
     return present[(slice(None),) * longer[0] + (slice(now - was, now),)], now - was
 
 
-__all__ = ["MASK", "following", "pairs"]
+__all__ = ["MASK", "following", "in_place", "pairs"]

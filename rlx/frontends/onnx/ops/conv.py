@@ -40,6 +40,8 @@ def windows(n: Call, window: Ints) -> Windows:
     """By the attributes strides, dilations, pads, auto_pad and ceil_mode."""
     count = len(window)
     sizes = spatial(n)
+    if tuple(n.attr("kernel_shape", window)) != tuple(window):
+        n.refuse(f"kernel_shape {list(n.attr('kernel_shape'))} is not that of the weight, {list(window)}")
     if len(sizes) != count:
         n.refuse(f"the window has {count} dims, the operand has {len(sizes)} spatial dims")
     strides, dilation = tuple(n.attr("strides", (1,) * count)), tuple(n.attr("dilations", (1,) * count))

@@ -18,7 +18,8 @@ MS = "com.microsoft"
 @handler("SimplifiedLayerNormalization")
 @handler("SimplifiedLayerNormalization", domain=MS)
 def simplified_layer_norm(n: Call) -> Any:
-    x, axis, eps = n.value(0), n.axis(-1), n.attr("epsilon", 1e-5)
+    """Computed in f32 at least, whatever `stash_type` says."""
+    x, axis, eps, _ = n.value(0), n.axis(-1), n.attr("epsilon", 1e-5), n.attr("stash_type", 1)
     out = ops.rms_norm(x, n.value(1), axis=axis, eps=eps)
     if not n.wants(1):
         return out
@@ -87,10 +88,9 @@ def fused_matmul(n: Call) -> Value:
 
 @handler("FusedGemm", domain=MS)
 def fused_gemm(n: Call) -> Any:
-    given = {k: v for k, v in n.attrs.items() if not k.startswith("activation")}
     names = {f"activation_{k}": k for k in ("alpha", "beta", "gamma")}
     numbers = {names[k]: v for k, v in n.attrs.items() if k in names}
-    return n.run(n.attr("activation", "Relu"), n.run("Gemm", *n.inputs, **given), **numbers)
+    return n.run(n.attr("activation"), n.run("Gemm", *n.inputs, **n.others("activation", *names)), **numbers)
 
 
 _PARAMS = {"LeakyRelu": ("alpha",), "Clip": ("min", "max"), "HardSigmoid": ("alpha", "beta")}
@@ -99,8 +99,7 @@ _PARAMS = {"LeakyRelu": ("alpha",), "Clip": ("min", "max"), "HardSigmoid": ("alp
 @handler("FusedConv", domain=MS)
 def fused_conv(n: Call) -> Any:
     """A convolution, the sum with operand 3, and an activation with its numbers."""
-    given = {k: v for k, v in n.attrs.items() if not k.startswith("activation")}
-    out, name = n.run("Conv", *n.inputs[:3], **given), n.attr("activation", "")
+    out, name = n.run("Conv", *n.inputs[:3], **n.others("activation", "activation_params")), n.attr("activation", "")
     out = n.run("Add", out, n.inputs[3]) if n.has(3) else out
     numbers = n.attr("activation_params", ())
     if name == "Clip":

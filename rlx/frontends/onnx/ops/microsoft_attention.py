@@ -45,7 +45,7 @@ def _angles(n: Call, i: int, positions: Value) -> tuple[Value, Value]:
 @handler("RotaryEmbedding", domain=MS)
 def rotary_embedding(n: Call) -> Value:
     """Position ids are those of each token, or the first one's for all rows."""
-    rank, width = n.rank(0), 2 * n.sizes(2)[1]
+    rank, width = n.rank(0), n.attr("rotary_embedding_dim", 0) or 2 * n.sizes(2)[1]
     if n.attr("is_packed_batching", 0) or n.attr("scale", 1.0) != 1.0:
         n.refuse("packed batches and scales are not supported")
     count = n.attr("num_heads", 0) or known_dim(n, 0, 2) // width
@@ -112,7 +112,7 @@ def _attended(n: Call, q: Value, k: Value, v: Value, seen: Value | None, bias: V
     """Attention under a padding mask, a bias of scores, and the attribute `unidirectional`."""
     queries, keys = q.shape.static[2], k.shape.static[2]
     facts: dict[str, Any] = {"scale": n.attr("scale", 0.0) or 0.0}
-    causal = bool(n.attr("unidirectional", 0))
+    causal, least = bool(n.attr("unidirectional", 0)), n.attr("mask_filter_value", -10000.0)
     if seen is None and bias is None:
         return ops.attention(q, k, v, mask="causal" if causal else "none", **facts)
     if causal:
@@ -121,7 +121,6 @@ def _attended(n: Call, q: Value, k: Value, v: Value, seen: Value | None, bias: V
         seen = before if seen is None else ops.logical_and(seen, before)
     if bias is None:
         return ops.attention(q, k, v, seen, mask="custom", **facts)  # type: ignore[arg-type]
-    least = n.attr("mask_filter_value", -10000.0)
     bias = bias if seen is None else bias + ops.where(seen, 0.0, least).astype(bias.dtype)
     return ops.attention(q, k, v, bias, mask="bias", **facts)
 
@@ -129,9 +128,10 @@ def _attended(n: Call, q: Value, k: Value, v: Value, seen: Value | None, bias: V
 @handler("GroupQueryAttention", domain=MS)
 def group_query_attention(n: Call) -> Any:
     """Operands: q, k, v (or all in q), past keys and values, the last position of each row, the greatest number of keys, tables
-    of cosines and sines, position ids, bias of scores. Where the past has room for all keys, new ones are written into it."""
-    if n.has(11) or n.attr("smooth_softmax", 0) > 0 or n.wants(3):
-        n.refuse("sinks, smooth softmax and scores as a result are not supported")
+    of cosines and sines, position ids, bias of scores, scales of norms of q and k. Where the past has room for all keys, new ones
+    are written into it."""
+    if n.has(11) or n.attr("smooth_softmax", 0) > 0 or n.wants(3) or not n.attr("causal", 1):
+        n.refuse("sinks, smooth softmax, later keys and scores as a result are not supported")
     heads, groups, rows = n.attr("num_heads"), n.attr("kv_num_heads"), known_dim(n, 0, 1)
     if n.has(1):
         parts: Any = (n.value(0), n.value(1), n.value(2))
@@ -139,42 +139,47 @@ def group_query_attention(n: Call) -> Any:
         width = known_dim(n, 0, 2) // (heads + 2 * groups)
         parts = ops.split(n.value(0), parts=(heads * width, groups * width, groups * width), axis=-1)
     q, k, v = (_heads(x, count) for x, count in zip(parts, (heads, groups, groups)))
+    eps = n.attr("qk_norm_epsilon", 1e-6)
+    eps = n.attr("q_norm_epsilon", eps), n.attr("k_norm_epsilon", eps)
+    if n.has(14) and n.has(15):
+        q, k = (ops.rms_norm(x, n.value(i), eps=e) for x, i, e in zip((q, k), (14, 15), eps))
     past = known_dim(n, 3, 2) if n.has(3) else 0
-    total = int(np.asarray(n.known(6)).reshape(-1)[0])
-    size = max(past, total)
-    lengths = n.value(5).astype(i64).reshape((-1, 1)) + 1
-    start = ops.maximum(lengths - rows, 0)  # of the new rows; a row that is shorter than its prompt starts at 0
+    size = max(past, int(np.asarray(n.known(6)).reshape(-1)[0]))
+    start = ops.maximum(n.value(5).astype(i64).reshape((-1,)) + (1 - rows), 0)  # a row shorter than its prompt starts at 0
+    given, paired = [n.has(i) for i in (7, 8, 9)], bool(n.attr("rotary_interleaved", 0))
     if n.attr("do_rotary", 0):
-        at = n.value(9).astype(i64) if n.has(9) else start + ops.iota(dims=(1, rows), axis=1)
+        at = n.value(9).astype(i64) if given[2] else start.reshape((-1, 1)) + ops.iota(dims=(1, rows), axis=1)
         angles = _angles(n, 7, at)
-        q, k = (_turned(x, *angles, bool(n.attr("rotary_interleaved", 0))) for x in (q, k))
-    alone = n.dims(0)[0] == 1 and size == past + rows
+        q, k = (_turned(x, *angles, paired) for x in (q, k))
     if past:
-        k, v = (_joined(n, i, x, start, size, alone) for i, x in ((3, k), (4, v)))
+        k, v = (_joined(n, i, x, start, size) for i, x in ((3, k), (4, v)))
     window = n.attr("local_window_size", -1)
     facts: dict[str, Any] = {"scale": n.attr("scale", 0.0) or 0.0, "cap": n.attr("softcap", 0.0)}
-    if (alone or not past) and not n.has(10):
-        kind: Any = "sliding_window" if window > 0 else "causal"
-        out = ops.attention(q, k, v, mask=kind, **({"window": window} if window > 0 else {}), **facts)
-        return heads_last(out, 3), k, v
-    behind = start.reshape((-1, 1, 1, 1)) + ops.iota(dims=(1, 1, rows, 1), axis=2) - ops.iota(dims=(1, 1, 1, size), axis=3)
-    seen = [ops.less_equal(0, behind)] + ([ops.less(behind, window)] if window > 0 else [])
-    mask = reduce(ops.logical_and, seen)
     if n.has(10):
-        out = ops.attention(q, k, v, ops.where(mask, n.value(10), -math.inf), mask="bias", **facts)
-    else:
-        out = ops.attention(q, k, v, mask, mask="custom", **facts)
-    return heads_last(out, 3), k, v
+        behind = start.reshape((-1, 1, 1, 1)) + ops.iota(dims=(1, 1, rows, 1), axis=2) - ops.iota(dims=(1, 1, 1, size), axis=3)
+        seen = [ops.less_equal(0, behind)] + ([ops.less(behind, window)] if window > 0 else [])
+        bias = ops.where(reduce(ops.logical_and, seen), n.value(10), -math.inf)
+        return heads_last(ops.attention(q, k, v, bias, mask="bias", **facts), 3), k, v
+    facts |= {"mask": "sliding_window", "window": window} if window > 0 else {"mask": "causal"}
+    if size == rows or (n.dims(0)[0] == 1 and size == past + rows):
+        return heads_last(ops.attention(q, k, v, **facts), 3), k, v
+    return heads_last(ops.attention(q, k, v, start, positioned=True, **facts), 3), k, v
 
 
-def _joined(n: Call, i: int, fresh: Value, start: Value, size: int, alone: bool) -> Value:
-    """The past in operand i with new rows behind it, or from the position `start` of each row of the batch on."""
-    past = n.value(i)
-    if alone:
+def _joined(n: Call, i: int, fresh: Value, start: Value, size: int) -> Value:
+    """The past in operand i with new rows from the position `start` of each row of the batch on. With as many rows as the past it
+    is a state in place."""
+    past, rows = n.value(i), fresh.shape.static[2]
+    room = size - past.shape.static[2]
+    if n.dims(0)[0] == 1 and room == rows:
         return ops.concat(past, fresh, axis=2)
-    room, rows = size - past.shape.static[2], fresh.shape.static[2]
     wide = ops.pad(past, low=(0,) * 4, high=(0, 0, room, 0)) if room else past
-    offset = ops.iota(dims=(1, 1, size, 1), axis=2) - start.reshape((-1, 1, 1, 1))
-    inside = ops.logical_and(ops.less_equal(0, offset), ops.less(offset, rows))
-    at = ops.broadcast_to(ops.where(inside, offset, 0), dims=wide.dims)
-    return ops.where(inside, ops.gather_elements(fresh, at, axis=2), wide)
+    if n.dims(0)[0] == 1:
+        made = ops.update_rows(wide, fresh, start.reshape(()), axis=2)
+    else:
+        offset = ops.iota(dims=(1, 1, size, 1), axis=2) - start.reshape((-1, 1, 1, 1))
+        inside = ops.logical_and(ops.less_equal(0, offset), ops.less(offset, rows))
+        at = ops.broadcast_to(ops.where(inside, offset, 0), dims=wide.dims)
+        made = ops.where(inside, ops.gather_elements(fresh, at, axis=2), wide)
+    n.scope.importer.added[made] = rows
+    return made

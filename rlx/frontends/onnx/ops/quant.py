@@ -136,7 +136,7 @@ def qlinear_two(n: Call) -> Value:
 def qlinear_one(n: Call) -> Value:
     """The operator of that name on floats; pools may have channels last."""
     x, last, op = _floats(n, 0), n.attr("channels_last", 0), n.op.removeprefix("QLinear")
-    given = {k: v for k, v in n.attrs.items() if k not in ("channels_last", "opset")}
+    given = n.others("channels_last", "opset")
     x = ops.transpose(x, axes=(0, x.rank - 1, *range(1, x.rank - 1))) if last else x
     made: Any = n.run(op, x, opset=n.attr("opset", None), **given)
     out = made if isinstance(made, Value) else n.scope.importer.constant(made)

@@ -1,0 +1,67 @@
+"""Whole language and speech networks from ONNX, with their pasts as states on the device: the results of torch."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from rlx.errors import InputShapeError
+from rlx.frontends.onnx import OnnxModel
+from tests.onnx_networks import GenAI, decoder, encoder, llama, whisper
+
+IDS = np.random.default_rng(0).integers(3, 96, (1, 22))
+MEL = torch.from_numpy(np.random.default_rng(1).standard_normal((1, 16, 40), np.float32))
+
+
+def check_steps(model, want, **more):
+    """A prompt of 6 tokens, then one after the other: results as `want` has them for all tokens at once."""
+    done, asked = 0, {i.name for i in model.inputs}
+    for rows in (6, *[1] * 16):
+        end = done + rows
+        feeds = {"input_ids": IDS[:, done:end], "attention_mask": np.ones((1, end), np.int64), **more}
+        feeds["position_ids"] = np.arange(done, end)[None]
+        (found,) = model.run({name: x for name, x in feeds.items() if name in asked}).values()
+        np.testing.assert_allclose(found, want[:, done:end], atol=2e-5 * np.abs(want).max())
+        done = end
+    assert model.filled == 22 and len(model.reasons) == 2  # one executable for the prompt, one for a token
+
+
+def of_torch(network, **more):
+    with torch.inference_mode():
+        return network(torch.from_numpy(IDS), **more)[0].numpy()
+
+
+def test_an_exported_llama_decodes_with_its_past_on_the_device():
+    check_steps(OnnxModel(decoder(llama(), 2), states=24), of_torch(llama()))
+
+
+@pytest.mark.parametrize("weights", ["f32"])
+def test_a_llama_with_operators_of_onnx_runtime_writes_its_past_in_place(weights):
+    made = GenAI(llama(), weights)
+    proto, network = made.model(), copy.deepcopy(llama())
+    network.load_state_dict(made.values)
+    model = OnnxModel(proto, states=24)
+    check_steps(model, of_torch(network))
+    model.reset()
+    check_steps(model, of_torch(network))
+
+
+def test_states_in_place_that_are_full_are_named():
+    model = OnnxModel(GenAI(llama()).model(), states=7)
+    feeds = {"input_ids": IDS[:, :6], "attention_mask": np.ones((1, 6), np.int64), "position_ids": np.arange(6)[None]}
+    model.run(feeds)
+    with pytest.raises(InputShapeError, match="the states hold 7 rows, 6 are filled, and 6 more come"):
+        model.run(feeds | {"attention_mask": np.ones((1, 12), np.int64)})
+
+
+def test_whisper_hears_and_decodes():
+    with torch.inference_mode():
+        image = whisper().encoder(MEL).last_hidden_state
+    for dynamo in (False, True):
+        found = OnnxModel(encoder(dynamo))(MEL.numpy())
+        np.testing.assert_allclose(found, image, atol=2e-5 * np.abs(image.numpy()).max())
+    model = OnnxModel(decoder(whisper().decoder, 4, image=image), states=24)
+    check_steps(model, of_torch(whisper().decoder, encoder_hidden_states=image), encoder_hidden_states=found)
