@@ -6,7 +6,6 @@ ops that its handler made. Nodes without a handler are replaced by the function 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from os import PathLike
@@ -19,7 +18,7 @@ from rlx.errors import GraphError, RlxError, UnknownNameError, Unsupported, know
 from rlx.frontends.onnx import functions
 from rlx.frontends.onnx.call import UNROLLED, Call, NotKnown, Operand, Refused
 from rlx.frontends.onnx.counted import Bound, follow
-from rlx.frontends.onnx.proto import Source, numpy_type, stored
+from rlx.frontends.onnx.proto import Source, dims_of, numpy_type, stored
 from rlx.frontends.onnx.states import following
 from rlx.frontends.onnx.structure import opsets, schema_of
 from rlx.frontends.onnx.table import find
@@ -446,21 +445,6 @@ def as_dtype_or_none(code: int) -> Any:
 
 def _name(tensor: onnx.TensorProto | onnx.SparseTensorProto) -> str:
     return tensor.values.name if isinstance(tensor, onnx.SparseTensorProto) else tensor.name
-
-
-def dims_of(name: str, kind: onnx.TypeProto, sizes: Mapping[str, int]) -> list[int | str]:
-    """The declared dims of an input, with the sizes of those that have one; the others by name, as identifiers."""
-    dims: list[int | str] = []
-    for axis, d in enumerate(kind.tensor_type.shape.dim):
-        own = identifier(d.dim_param or f"{name}_{axis}")
-        dims.append(d.dim_value if d.HasField("dim_value") else sizes.get(own, sizes.get(d.dim_param, own)))
-    return dims
-
-
-def identifier(name: str) -> str:
-    """The name of a dim in a graph: `batch size` is batch_size."""
-    made = re.sub(r"\W", "_", name)
-    return made if re.match(r"[A-Za-z_]", made) else f"_{made}"
 
 
 def from_onnx(

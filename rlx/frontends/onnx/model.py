@@ -13,8 +13,8 @@ import onnx
 
 from rlx.errors import BindingError, InputDTypeError, InputShapeError, MissingInputError, UnknownNameError, known
 from rlx.forks import Lock
-from rlx.frontends.onnx.importer import Importer, check, dims_of, flat, from_onnx, imported
-from rlx.frontends.onnx.proto import Source, numpy_type, stored
+from rlx.frontends.onnx.importer import Importer, check, flat, from_onnx, imported
+from rlx.frontends.onnx.proto import Source, dims_of, numpy_type, stored
 from rlx.frontends.onnx.states import MASK, in_place, pairs
 from rlx.ir.dtype import as_dtype
 from rlx.ir.graph import Graph

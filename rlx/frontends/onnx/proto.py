@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -216,4 +218,19 @@ def numpy_type(code: int, label: str) -> np.dtype:
     return kind
 
 
-__all__ = ["Source", "numpy_type", "stored"]
+def dims_of(name: str, kind: onnx.TypeProto, sizes: Mapping[str, int]) -> list[int | str]:
+    """The declared dims of an input, with the sizes of those that have one; the others by name, as identifiers."""
+    dims: list[int | str] = []
+    for axis, d in enumerate(kind.tensor_type.shape.dim):
+        own = identifier(d.dim_param or f"{name}_{axis}")
+        dims.append(d.dim_value if d.HasField("dim_value") else sizes.get(own, sizes.get(d.dim_param, own)))
+    return dims
+
+
+def identifier(name: str) -> str:
+    """The name of a dim in a graph: `batch size` is batch_size."""
+    made = re.sub(r"\W", "_", name)
+    return made if re.match(r"[A-Za-z_]", made) else f"_{made}"
+
+
+__all__ = ["Source", "dims_of", "numpy_type", "stored"]
