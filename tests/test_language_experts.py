@@ -24,10 +24,12 @@ from rlx.frontends.parallel import decoder_marks
 from rlx.frontends.weights import read_weights
 from rlx.ir.evaluate import evaluate
 from rlx.ir.graph import Graph
+from rlx.ir.placement import Split
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.numpy")
 EXPERTS = "model.layers.1.mlp.experts"
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 
 
 def all_in_one(folder: Path) -> None:
@@ -77,6 +79,73 @@ def test_one_expert_is_read_as_all_are(name, weights, tmp_path):
             assert checkpoint.nbytes == sum(checkpoint.tensors[p].data.nbytes for p in checkpoint.parts[param]) // count
     with pytest.raises(ModelError, match=r"'model\.norm\.weight' is not a param of experts"):
         checkpoint.read_expert("model.norm.weight", 0)
+
+
+def scaled(folder: Path, block: tuple[int, int], plain: Path) -> None:
+    """Rewrite a folder with matrices in fp8 and factors of their blocks, and write what they stand for, f32, to `plain`."""
+    import ml_dtypes
+
+    found, meant = {}, {}
+    for name, array in read_weights(folder).items():
+        found[name] = meant[name] = np.array(array)
+        if array.ndim < 2 or any(word in name for word in ("embed", "norm", "mlp.gate.weight", "lm_head")):
+            continue
+        rows, columns = (np.arange(n) // size for n, size in zip(array.shape, block))
+        most = np.zeros((rows[-1] + 1, columns[-1] + 1), np.float32)
+        np.maximum.at(most, (rows[:, None], columns), np.abs(array))
+        factors = most / np.float32(448)
+        spread = factors[rows][:, columns]
+        found[name] = (array / spread).astype(ml_dtypes.float8_e4m3fn)
+        found[f"{name}_scale_inv"], meant[name] = factors, found[name].astype(np.float32) * spread
+    plain.mkdir()
+    (plain / "config.json").write_bytes((folder / "config.json").read_bytes())
+    safetensors.save_file(meant, plain / "model.safetensors")
+    tensors = {n: torch.from_numpy(a.view(np.uint8)).view(torch.float8_e4m3fn) if a.dtype.itemsize == 1 else torch.from_numpy(a)
+               for n, a in found.items()}  # fmt: skip
+    pytest.importorskip("safetensors.torch").save_file(tensors, folder / "model.safetensors")
+    edit(folder / "config.json", quantization_config=FP8 | {"weight_block_size": list(block)})
+
+
+@pytest.mark.parametrize(("family", "block"), [("deepseek_v3", (16, 8)), ("qwen3_moe", (7, 5)), ("qwen2_moe", (128, 128))])
+def test_a_folder_in_fp8_with_factors_of_blocks(family, block, tmp_path):
+    make(family, tmp_path)
+    scaled(tmp_path, block, tmp_path / "plain")
+    for weights in ("f32", "bf16"):
+        want, found = (Checkpoint(folder, weights) for folder in (tmp_path / "plain", tmp_path))
+        assert found.formats == want.formats and set(found.parts) == set(want.parts)
+        for name in want.parts:
+            np.testing.assert_array_equal(found.read(name), want.read(name))
+    name = next(n for n in found.parts if n.endswith(".experts.down_proj.weight"))
+    assert Checkpoint(tmp_path).formats[name] == "bf16"
+    one, every = found.read_expert(name, 5), found.read(name)
+    np.testing.assert_array_equal(one, every[5 * len(one) : 6 * len(one)])
+
+
+def test_a_model_in_fp8_runs_within_a_budget(tmp_path):
+    make("deepseek_v3", tmp_path, num_hidden_layers=2)
+    scaled(tmp_path, (16, 8), tmp_path / "plain")
+    for more in ({}, {"expert_budget": 5}):
+        steps = [load(folder, capacity=4, weights="f32", **more).step(TOKENS[0, :1]) for folder in (tmp_path, tmp_path / "plain")]
+        np.testing.assert_array_equal(*steps)
+
+
+def test_the_share_of_a_rank_is_cut_out_of_blocks(tmp_path):
+    make("qwen3", tmp_path)
+    scaled(tmp_path, (16, 9), tmp_path / "plain")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    for split in (Split(0, (24,)), Split(1, (40,))):
+        for rank in range(2):
+            want, found = (Checkpoint(folder, "f32", 2, rank) for folder in (tmp_path / "plain", tmp_path))
+            np.testing.assert_array_equal(found.read(name, split), want.read(name, split))
+
+
+def test_factors_that_do_not_fit_are_refused(tmp_path):
+    make("qwen3_moe", tmp_path)
+    scaled(tmp_path, (16, 8), tmp_path / "plain")
+    for block, message in (([8, 8], "blocks of 8 x 8 need f32"), (None, "config.json has no quantization_config")):
+        edit(tmp_path / "config.json", quantization_config=block and FP8 | {"weight_block_size": block})
+        with pytest.raises(CorruptFileError, match=message):
+            Checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("weights", [None, "bf16"])
@@ -193,7 +262,8 @@ def test_layers_that_predict_further_tokens_are_passed_over(tmp_path):
         ("deepseek_v3", {"v_head_dim": 8}, CorruptFileError, r"kv_b_proj.weight' is \(76, 14\), the configuration has other"),
         ("deepseek_v3", {"q_lora_rank": None}, ModelError, "no use for the tensors .*q_a_layernorm"),
         ("deepseek_v3", {"moe_layer_freq": 2}, ModelError, r"lack the tensor .*layers\.1\.mlp\.gate_proj"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, ModelError, "quantization_config = "),
+        ("deepseek_v3", {"quantization_config": FP8 | {"activation_scheme": "static"}}, ModelError, "quantization_config = "),
+        ("deepseek_v3", {"quantization_config": FP8 | {"weight_block_size": [128, 0]}}, ModelError, "each block of a matrix"),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rlx.frontends.gguf import GgufFile, GgufTensor, read_gguf
 from rlx.frontends.hub import model_path
 from rlx.frontends.models.decoder import DecoderConfig, build
 from rlx.frontends.models.families import config_of, config_of_gguf, param_name
+from rlx.frontends.scaled import Scaled, block_of, with_factors
 from rlx.frontends.weights import read_json, read_weights
 from rlx.ir.blocks import FORMATS
 from rlx.ir.dtype import DTYPES, as_dtype
@@ -96,10 +97,12 @@ class Checkpoint:
         for t in pieces:
             step = max(1, CHUNK // max(1, math.prod(t.shape[1:])))
             for start in range(0, t.shape[0], step):
-                rows = in_memory(t.data[start : start + step])  # not by the mapping: a truncated file is an error then
+                piece = t.data[start : start + step]
+                # not by the mapping: a truncated file is an error then
+                rows = piece.decoded() if isinstance(piece, Scaled) else in_memory(piece)
                 out[at : at + len(rows)] = _converted(rows, t, form)
                 at += len(rows)
-                self.nbytes += rows.nbytes
+                self.nbytes += piece.nbytes
         return out
 
     def block(self, name: str) -> int:
@@ -128,8 +131,14 @@ class Checkpoint:
         t = self.tensors[part]
         if part not in self._turned:
             return t
+        t = _plain(t)
         rows = FORMATS[t.type].decode_rows(in_memory(t.data), t.shape[0]) if t.type in FORMATS else t.data
         return GgufTensor(t.shape, "f32" if t.type in FORMATS else t.type, rows.T)
+
+    def arrays(self, name: str) -> Iterator[np.ndarray]:
+        """Those over the files that form the param."""
+        for data in (self.tensors[part].data for part in self.parts[name]):
+            yield from (data.data, data.factors) if isinstance(data, Scaled) else (data,)
 
     def release(self) -> None:
         """Release the pages of the mapped files that reads have loaded into memory."""
@@ -145,12 +154,13 @@ class Checkpoint:
         more = about.get("num_nextn_predict_layers")  # layers that predict further tokens, after the network's own
         layers = range(self.config.num_hidden_layers, self.config.num_hidden_layers + more if type(more) is int else 0)
         found: dict[str, GgufTensor] = {}
-        for name, array in read_weights(self.path).items():
+        for name, array in with_factors(read_weights(self.path), block_of(about), self.path).items():
             if _NO_WEIGHTS.search(name) or ((of := _LAYER.match(name)) and int(of[1]) in layers):
                 continue
             if self.config.family == "gpt2" and re.search(r"\.c_(attn|proj|fc)\.weight$", name):
                 array = array.T  # GPT-2 alone stores [in, out]
-            found[param_name(name, self.config.family)] = GgufTensor(array.shape, as_dtype(array.dtype).name, array)
+            kind = "f8e4m3" if isinstance(array, Scaled) else as_dtype(array.dtype).name
+            found[param_name(name, self.config.family)] = GgufTensor(array.shape, kind, array)
         return found
 
     def _read_gguf(self) -> dict[str, GgufTensor]:
@@ -178,6 +188,7 @@ class Checkpoint:
             rows = t.shape[0] * t.shape[1]
             return [(name, GgufTensor((rows, t.shape[2]), t.type, t.data.reshape(rows, t.data.shape[2])))]
         if part == "shared_expert_gate":
+            t = _plain(t)
             return [(name, GgufTensor((math.prod(t.shape),), t.type, t.data.reshape(-1)))]
         return [(name, t)]
 
@@ -242,7 +253,7 @@ class Checkpoint:
             width = (FORMATS[form].row_bytes(shapes[0][-1]),) if form in FORMATS else shapes[0][1:]
             if len({s[1:] for s in shapes}) > 1 or (sum(s[0] for s in shapes), *width) != p.dims:
                 raise CorruptFileError(f"{self.path}: {p.name!r} is {shapes}, the configuration asks for {p.shape}")
-        if odd := {t.type for t in self.tensors.values()} - {*FORMATS, *FLOATS, "f64"}:
+        if odd := {t.type for t in self.tensors.values() if not isinstance(t.data, Scaled)} - {*FORMATS, *FLOATS, "f64"}:
             raise ModelError(f"{self.path}: weights of the type {known(odd)} are not supported")
 
 
@@ -254,6 +265,8 @@ def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def _kept_as(stored: str) -> str:
+    if stored == "f8e4m3":  # with factors
+        return "bf16"
     return stored if stored in FLOATS or stored in FORMATS else "f32"
 
 
@@ -265,6 +278,10 @@ def _converted(rows: np.ndarray, tensor: GgufTensor, form: str) -> np.ndarray:
     return FORMATS[form].encode(floats) if form in FORMATS else floats.astype(DTYPES[form].numpy)
 
 
+def _plain(t: GgufTensor) -> GgufTensor:
+    return GgufTensor(t.shape, "f32", t.data.decoded()) if isinstance(t.data, Scaled) else t
+
+
 def _columns(t: GgufTensor, low: int, high: int) -> GgufTensor:
     """Some columns of a matrix; whole blocks if it is packed."""
     packed = FORMATS.get(t.type)
@@ -272,9 +289,9 @@ def _columns(t: GgufTensor, low: int, high: int) -> GgufTensor:
     return GgufTensor((t.shape[0], high - low), t.type, t.data[:, at[0] : at[1]])
 
 
-def _mapping(array: np.ndarray) -> mmap.mmap | None:
+def _mapping(array: np.ndarray | Scaled) -> mmap.mmap | None:
     """The mapped file that contains an array, or None."""
-    base: object = array
+    base: object = array.data if isinstance(array, Scaled) else array
     while base is not None and not isinstance(base, mmap.mmap):
         base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
     return base

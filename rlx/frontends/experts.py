@@ -96,8 +96,7 @@ def expert_params(compiled: CompiledGraph) -> set[str]:
 
 def source_of(checkpoint: Checkpoint, name: str) -> ExpertSource:
     """The experts of a param, each read from the model's files when it is needed."""
-    over = [checkpoint.tensors[part].data for part in checkpoint.parts[name]]
-    return ExpertSource(partial(checkpoint.read_expert, name), name, over)
+    return ExpertSource(partial(checkpoint.read_expert, name), name, checkpoint.arrays(name))
 
 
 def _rows(chosen: np.ndarray, batch: int, tokens: int) -> np.ndarray:

@@ -37,7 +37,7 @@ class GgufTensor(NamedTuple):
 
     shape: tuple[int, ...]
     type: str
-    data: np.ndarray
+    data: Any  # np.ndarray, or rlx.frontends.scaled.Scaled
 
 
 @record(eq=False)

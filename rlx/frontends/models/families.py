@@ -65,7 +65,7 @@ MOE_KEYS = {"num_local_experts": "num_experts", "n_routed_experts": "num_experts
 # Unsupported switches that change the arithmetic, with the values that have no effect.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "qk_layernorm": (None, False), "use_bidirectional_attention": (None, False), "scale_attn_by_inverse_layer_idx": (None, False),
-    "scale_attn_weights": (None, True), "add_cross_attention": (None, False), "quantization_config": (None,),
+    "scale_attn_weights": (None, True), "add_cross_attention": (None, False),
 }  # fmt: skip
 PLAIN = {"attention_bias": (None, False), "mlp_bias": (None, False)}
 REFUSED_OF: dict[str, dict[str, tuple[Any, ...]]] = {  # and those of one family
