@@ -10,7 +10,6 @@ even numpy: each name and each subpackage is imported on first use.
 
 from __future__ import annotations
 
-import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -83,13 +82,10 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names.spli
 
 def _imported(module: str) -> Any:
     """Import a module without collecting garbage, which would take a seventh of the time: an import makes hardly any."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    from rlx.garbage import Uncollected
+
+    with Uncollected():
         return import_module(module)
-    finally:
-        if collects:
-            gc.enable()
 
 
 if not TYPE_CHECKING:  # to type checkers, a name that is not imported above is an error

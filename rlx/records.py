@@ -33,7 +33,7 @@ def _record(cls: type, eq: bool, shown: bool, slots: bool) -> type:
     own = vars(made)
     shared: dict[str, Any] = {"__setattr__": _refuse, "__delattr__": _refuse}
     if "__init__" not in own:
-        shared["__init__"] = _initialiser(made)
+        shared["__init__"] = _Initialiser(made)
     if shown and "__repr__" not in own:
         shared["__repr__"] = _text
     if eq:
@@ -45,6 +45,17 @@ def _record(cls: type, eq: bool, shown: bool, slots: bool) -> type:
     for name, value in shared.items():
         setattr(made, name, value)
     return made
+
+
+class _Initialiser:
+    """`__init__` of a record, written and compiled when it is first asked for: most starts need half of them."""
+
+    def __init__(self, cls: Any) -> None:
+        self._cls = cls
+
+    def __get__(self, made: Any, _: Any = None) -> Callable[..., None]:
+        self._cls.__init__ = found = _initialiser(self._cls)
+        return found if made is None else found.__get__(made)  # type: ignore[attr-defined]
 
 
 def _initialiser(cls: Any) -> Callable[..., None]:

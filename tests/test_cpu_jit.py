@@ -359,7 +359,60 @@ def test_work_is_done_where_the_system_gives_fewer_threads(monkeypatch: pytest.M
     assert said == [0, 1, 2, 3, 4, 5]
     backend._load_compiler()
     monkeypatch.setattr(llvm, "loaded", lambda: False)
-    backend.CpuBackend().warm()
+    ahead, asked = once.Ahead(lambda n: asked.append(n), 2), list[int]()
+    for n in range(3):
+        ahead(n)
+    backend.CpuBackend().warm(HOST)
+    assert not asked
+
+
+def test_kernels_are_made_while_the_graph_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a compile asks for afterwards are the same ones."""
+    g = rlx.Graph("foreseen")
+    x, h = g.input("x", (5, 7), "f32"), g.handle(rlx.BufferHandle("h", (5, 3), rlx.f32))
+    g.set_outputs([rlx.softmax(x @ g.param("w", (7, 3), "f32")) + h])
+    g.assign(h, h * 2.0)
+    foreseen: list[str] = []
+
+    def ahead(make: Any, threads: int) -> Any:
+        return lambda job: (foreseen.append(job.key), make(job))
+
+    def at_once(make: Any, jobs: Any, progress: Any) -> Any:
+        assert {job.key for job in jobs} == set(foreseen) and len(foreseen) == len(set(foreseen)) > 2
+        before = make.misses
+        made = [make(job) for job in jobs]
+        assert make.misses == before
+        return made
+
+    monkeypatch.setattr(backend, "Ahead", ahead)
+    monkeypatch.setattr(backend, "at_once", at_once)
+    rlx.Session(threads=1).compile(g)
+    assert foreseen
+
+
+def test_what_is_made_ahead_is_made_in_few_threads_and_faults_are_left_out() -> None:
+    running, most, made, gate = 0, 0, list[int](), threading.Lock()
+
+    def make(n: int) -> None:
+        nonlocal running, most
+        with gate:
+            running += 1
+            most = max(most, running)
+        if n % 3 == 1:
+            with gate:
+                running -= 1
+            raise ValueError
+        with gate:
+            running -= 1
+            made.append(n)
+
+    ahead = once.Ahead(make, 2)
+    for n in range(60):
+        ahead(n)
+    for thread in threading.enumerate():
+        if thread.name == "rlx compile":
+            thread.join()
+    assert sorted(made) == [n for n in range(60) if n % 3 != 1] and most <= 2
 
 
 def test_a_fault_costs_no_machine() -> None:

@@ -18,10 +18,11 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "rlx"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-BASE = {"errors", "forks", "knobs", "records"}
+BASE = {"errors", "forks", "garbage", "knobs", "records"}
 MAY_IMPORT = {
     "errors": set(),
     "forks": set(),
+    "garbage": set(),
     "knobs": {"errors", "records"},
     "records": set(),
     "ir": BASE,
@@ -43,6 +44,7 @@ ARRAYS = {"numpy", "ml_dtypes"}
 THIRD_PARTY = {  # the longest prefix of the file's path decides
     "errors": set(),
     "forks": set(),
+    "garbage": set(),
     "knobs": set(),
     "records": set(),
     "ir": ARRAYS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rlx.garbage import Uncollected
 from rlx.records import record
 
 
@@ -91,6 +93,33 @@ def test_missing_and_unknown_arguments_are_named() -> None:
         Pair()  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unexpected keyword argument 'c'"):
         Pair(1, c=2)  # type: ignore[call-arg]
+
+
+def test_its_init_is_written_when_it_is_first_asked_for() -> None:
+    point, named = declared(record)
+    assert not inspect.isfunction(vars(point)["__init__"])
+    assert [*inspect.signature(named).parameters] == ["x", "y", "tags", "hidden", "name"]
+    assert inspect.isfunction(vars(named)["__init__"]) and not inspect.isfunction(vars(point)["__init__"])
+    assert point(3).x == 3 and point.__init__ is vars(point)["__init__"]
+
+
+def test_objects_made_without_collections_are_old_afterwards() -> None:
+    gc.enable()
+    with Uncollected():
+        made = [[] for _ in range(5000)]
+        assert not gc.isenabled()
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+    assert not {id(x) for x in gc.get_objects(generation=0)} & {id(x) for x in made}
+    gc.disable()
+    with Uncollected():
+        pass
+    assert not gc.isenabled()
+    gc.enable()
+    gc.freeze()
+    with Uncollected():
+        pass
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()
 
 
 def test_all_of_them_share_their_functions() -> None:

@@ -1,5 +1,7 @@
 """The compiler: graph in, checked program out. Knows targets as plain facts, and no backend."""
 
+from collections.abc import Callable
+
 from rlx.compiler.options import CompileOptions
 
 from rlx.errors import (  # isort: skip
@@ -7,15 +9,17 @@ from rlx.errors import (  # isort: skip
     Unsupported, VerifyError,
 )  # fmt: skip
 from rlx.ir.graph import Graph
+from rlx.ir.kernel import Kernel
 from rlx.ir.program import Program
 from rlx.ir.target import Target
 
 
-def lower(graph: Graph, target: Target, options: CompileOptions) -> Program:
-    """The checked program of `graph` for `target`. Raises CompileError, Unsupported, VerifyError or OptionError."""
+def lower(graph: Graph, target: Target, options: CompileOptions, foresee: Callable[[Kernel], None] | None = None) -> Program:
+    """The checked program of `graph` for `target`. Raises CompileError, Unsupported, VerifyError or OptionError. `foresee` is
+    called with each kernel of the program as soon as it is known."""
     from rlx.compiler.assemble import assembled  # on first use: a process whose programs come from the disk cache needs no passes
 
-    return assembled(graph, target, options).program
+    return assembled(graph, target, options, foresee=foresee).program
 
 
 __all__ = [

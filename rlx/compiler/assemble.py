@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from rlx.ir.program import BufferDecl, NodeReport, OutputDecl, Program, Region, 
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
 
+Foresee = Callable[[K.Kernel], None]
 LEAF_REGIONS = {INPUT: Region.INPUT, PARAM: Region.PARAM, HANDLE: Region.HANDLE, CONSTANT: Region.CONSTANT}
 
 
@@ -46,10 +48,10 @@ class Assembled(NamedTuple):
 
 
 def assembled(
-    graph: Graph, target: Target, options: CompileOptions, outer: Mapping[str, str] | None = None
+    graph: Graph, target: Target, options: CompileOptions, outer: Mapping[str, str] | None = None, foresee: Foresee | None = None
 ) -> Assembled:
     """The program of `graph`. Raises CompileError, VerifyError or OptionError. `outer`: it is a sub-graph (Compilation.nested),
-    and these are the names of what its params are outside."""
+    and these are the names of what its params are outside. `foresee` is called with each kernel once it is known."""
     nested = outer is not None
     stages: dict[str, str] = {}
     graphs: dict[str, Graph] = {}
@@ -60,13 +62,13 @@ def assembled(
         keep_text(stages, "groups", facts.graph.name, print_groups(groups, facts.graph), options)
     inner = replace(options, dims={}, extent=None, handles=(), verbose=False, dump=None)
     flows = {
-        g: lower_control(g, facts, lambda body, keys: assembled(body, target, inner, keys).program, key.of)
+        g: lower_control(g, facts, lambda body, keys: assembled(body, target, inner, keys, foresee).program, key.of)
         for g in groups if g.anchor is not None and g.anchor.op.kind is Kind.CONTROL
     }  # fmt: skip
-    made: dict[Group | Value, Lowered] = {g: flows[g].lowered if g in flows else lower_group(g, facts) for g in groups}
-    copies = ((handle, facts.places.base(v)) for handle, v in facts.graph.assigns if facts.memory(v) is v)
-    made |= {handle: Lowered(copy_kernel(handle), (base, handle)) for handle, base in copies}
-    made = _scheduled(_shared(made), facts, stages)
+    run = ((g, flows[g].lowered if g in flows else lower_group(g, facts)) for g in groups)
+    bases = ((handle, facts.places.base(v)) for handle, v in facts.graph.assigns if facts.memory(v) is v)
+    copies = ((handle, Lowered(copy_kernel(handle), (base, handle))) for handle, base in bases)
+    made = _scheduled(chain[tuple[Group | Value, Lowered]](run, copies), facts, stages, foresee)
     lowered = {group: made[group] for group in groups}
     reports = _reports(graphs["bind_dims"], facts, lowered)
     commit = {key: x for key, x in made.items() if isinstance(key, Value)}
@@ -206,18 +208,22 @@ class _Keys:
         return self._keys[node]
 
 
-def _shared(made: dict[Group | Value, Lowered]) -> dict[Group | Value, Lowered]:
-    """Equal kernels as one object: all that follows looks once at what the layers of a network have in common."""
+def _scheduled(
+    made: Iterable[tuple[Group | Value, Lowered]], facts: Facts, stages: dict[str, str], foresee: Foresee | None
+) -> dict[Group | Value, Lowered]:
+    """The kernels as the target orders them, equal ones as one object: all that follows looks once at what the layers of a
+    network have in common. The texts of those that the target changes are two stages: "lower" and "schedule"."""
     known: dict[str, K.Kernel] = {}
-    return {key: x._replace(kernel=known.setdefault(print_kernel(x.kernel), x.kernel)) for key, x in made.items()}
-
-
-def _scheduled(made: dict[Group | Value, Lowered], facts: Facts, stages: dict[str, str]) -> dict[Group | Value, Lowered]:
-    """The kernels as the target orders them. The texts of those that it changes are two stages: "lower" and "schedule"."""
-    kernels = {x.kernel: None for x in made.values()}
-    ordered = {kernel: kernel if kernel.flow else facts.target.schedule(kernel) for kernel in kernels}
-    out = {key: x._replace(kernel=ordered[x.kernel]) for key, x in made.items()}
-    changed = [(made[key].kernel, x.kernel) for key, x in out.items() if x.kernel is not made[key].kernel]
+    changed: list[tuple[K.Kernel, K.Kernel]] = []
+    out: dict[Group | Value, Lowered] = {}
+    for key, x in made:
+        text = print_kernel(x.kernel)
+        if text not in known:
+            known[text] = ordered = x.kernel if x.kernel.flow else facts.target.schedule(x.kernel)
+            changed += [(x.kernel, ordered)] if ordered is not x.kernel else []
+            if foresee is not None:
+                foresee(ordered)
+        out[key] = x._replace(kernel=known[text])
     for before, after in changed:
         if after.buffers != before.buffers:
             raise VerifyError(

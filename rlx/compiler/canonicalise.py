@@ -215,12 +215,14 @@ def share_equal(graph: Graph) -> Graph:
 
 def canonicalise(graph: Graph, compilation: Compilation) -> Graph:
     """Applies RULES and merges duplicates until neither changes the graph."""
-    while True:
-        graph = rewrite(graph, RULES)
-        shared = share_equal(graph)
-        if len(shared.nodes()) == len(graph.nodes()):
-            return graph
-        graph = shared  # a rule may match now: where(c, x, x)
+    fired, settled = list[str](), set[Node]()
+    graph = rewrite(graph, RULES, fired, settled)
+    while len((shared := share_equal(graph)).nodes()) < len(graph.nodes()):
+        before = len(fired)
+        graph = rewrite(shared, RULES, fired, settled)  # a rule may match now: where(c, x, x)
+        if len(fired) == before:
+            break
+    return graph
 
 
 __all__ = ["RULES", "canonicalise", "share_equal"]

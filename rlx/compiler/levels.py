@@ -20,6 +20,9 @@ def levels(graph: Graph, compilation: Compilation) -> Graph:
     unless the target reads such operands (Target.levels). If it does, the order of the image's axes in memory is free: padding of
     an image with few channels last comes before the view that puts them there, or is of its rows as single runs, so that whole
     rows are copied; and sums with weights known before a run are in the order of memory."""
+    nodes = graph.nodes()
+    if not any(n.op is OPS["pad"] or (n.op.kind is Kind.CONTRACT and len(contraction(n).a_sum) > 1) for n in nodes):
+        return graph
     if not compilation.target.levels:
         return graph.rebuild(_copied(graph))
     padded = graph.rebuild(_rows_padded(graph))

@@ -110,10 +110,11 @@ class Opening(Protocol):
 
 @runtime_checkable
 class Warming(Protocol):
-    """A Backend whose compiler takes long to load."""
+    """A Backend whose compiler takes long."""
 
-    def warm(self) -> None:
-        """Begin to load the compiler in another thread, since a compile will need it. Its errors are those of the compile."""
+    def warm(self, target: Target) -> Callable[[Kernel], None]:
+        """Begin to load the compiler in another thread, since a compile will need it. Returns a function that begins to make the
+        code of a kernel, without a tiling, for a program that is not known yet. Errors of both are those of the compile."""
         ...
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
@@ -55,6 +56,31 @@ def started(work: Callable[[], None]) -> threading.Thread | None:
     except RuntimeError:
         return None
     return thread
+
+
+class Ahead(Generic[Key]):
+    """Calls a function with items given one by one, in up to `threads` threads, which end when nothing is left. Faults are left
+    to those who ask for the results."""
+
+    def __init__(self, make: Callable[[Key], object], threads: int) -> None:
+        self._make, self._threads = make, threads
+        self._todo, self._running, self._lock = deque[Key](), 0, Lock()
+
+    def __call__(self, item: Key) -> None:
+        with self._lock:
+            self._todo.append(item)
+            if self._running < self._threads and started(self._work) is not None:
+                self._running += 1
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._todo:
+                    self._running -= 1
+                    return
+                item = self._todo.popleft()
+            with suppress(Exception):
+                self._make(item)
 
 
 def at_once(make: Callable[[Key], Made], items: Sequence[Key], progress: Callable[[int, int], None] | None = None) -> list[Made]:

@@ -344,6 +344,7 @@ class Kernel:
     body: tuple[Stmt, ...]
     origin: tuple[str, ...] = field(default=())  # names of the ops it computes, for display
     limits: tuple[Limit, ...] = ()
+    text: list[str] = field(default_factory=list, init=False, repr=False)  # of print_kernel, once it is asked for
 
     @property
     def collective(self) -> Native | None:
@@ -480,7 +481,7 @@ def _inner(kind: type) -> Callable[[object], tuple[object, ...]] | tuple[()] | N
     fields; None for other types."""
     if not hasattr(kind, "__slots__") or not is_dataclass(kind):
         return None
-    plain = ("str", "int", "bool", "int | float | bool", "DType", "Attrs | None", "tuple[int, ...]", "tuple[str, ...]", "Levels")
+    plain = "str|int|bool|int | float | bool|DType|Attrs | None|tuple[int, ...]|tuple[str, ...]|list[str]|Levels".split("|")
     names = [f.name for f in fields(kind) if f.type not in plain]
     return operator.attrgetter(names[0], *names) if names else ()  # the first one twice, so that it always gives a tuple
 

@@ -30,8 +30,10 @@ _NAN = struct.pack("<d", float("nan"))
 
 
 def print_kernel(kernel: K.Kernel) -> str:
-    """Text that `parse_kernel` reads back to an equal kernel; deterministic."""
-    return _Printer(kernel).text()
+    """Text that `parse_kernel` reads back to an equal kernel; deterministic. It is kept with the kernel."""
+    if not kernel.text:
+        kernel.text.append(_Printer(kernel).text())
+    return kernel.text[0]
 
 
 def kernel_key(kernel: K.Kernel) -> str:

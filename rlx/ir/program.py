@@ -207,12 +207,13 @@ def kernel_labels(program: Program) -> dict[Kernel, str]:
     """A label for each kernel of a program: NAME, or NAME@2 for the second of that name. Kernels of equal text share a label."""
     labels: dict[str, str] = {}  # by text
     count: Counter[str] = Counter()
-    kernels = {kernel: print_kernel(kernel) for kernel in (s.kernel for steps in program.every_phase.values() for s in steps)}
-    for kernel, text in kernels.items():
+    kernels = dict.fromkeys(s.kernel for steps in program.every_phase.values() for s in steps)
+    texts = {kernel: print_kernel(kernel) for kernel in kernels}
+    for kernel, text in texts.items():
         if text not in labels:
             count[kernel.name] += 1
             labels[text] = f"{kernel.name}@{count[kernel.name]}" if count[kernel.name] > 1 else kernel.name
-    return {kernel: labels[text] for kernel, text in kernels.items()}
+    return {kernel: labels[text] for kernel, text in texts.items()}
 
 
 def print_program(program: Program, full: bool = True, labels: dict[Kernel, str] | None = None) -> str:

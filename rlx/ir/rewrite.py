@@ -94,11 +94,11 @@ def _is_number(value: Value, number: int | float | bool) -> bool:
     return number != 0 or not dtype.is_float or bool((np.signbit(data) == (math.copysign(1, number) < 0)).all())
 
 
-def rewrite(graph: Graph, rules: Sequence[Rule], fired: list[str] | None = None) -> Graph:
-    """`graph` with the rules applied until none matches. `fired` receives the name of each applied rule, in order."""
-    fired = [] if fired is None else fired
+def rewrite(graph: Graph, rules: Sequence[Rule], fired: list[str] | None = None, settled: set[Node] | None = None) -> Graph:
+    """`graph` with the rules applied until none matches. `fired` receives the name of each applied rule, in order. `settled`:
+    nodes to which none of the rules applies, to be added to; nodes are immutable, so none will."""
+    fired, settled = [] if fired is None else fired, set() if settled is None else settled
     present = {node.op for node in graph.nodes()}
-    settled: set[Node] = set()  # to which no rule applies: nodes are immutable, so none will
     by_op = {op: [r for r in rules if not r.patterns or any(p.op is op for p in r.patterns)] for op in present}
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:

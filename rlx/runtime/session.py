@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Mapping
 from functools import cache, partial
@@ -18,6 +17,7 @@ from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import CompileError, OptionError, OutOfMemoryError, known
+from rlx.garbage import Uncollected
 from rlx.ir.cost import program_work
 from rlx.ir.graph import Graph
 from rlx.ir.program import Program
@@ -88,13 +88,8 @@ class Session(Shown):
             raise OptionError(f"dims: {options.open_dim!r} is 'auto', an executable has one size: use rlx.compile(graph, ...)")
         _check_handles(graph, options)
         _check_ranks(graph, self.transport)
-        collects = gc.isenabled()
-        gc.disable()  # a compile makes little garbage, and collection would take a tenth of the time
-        try:
+        with Uncollected():  # collections would take a tenth of the time
             compiled = self._build(graph, options, params, handles)
-        finally:
-            if collects:
-                gc.enable()
         if params is None and graph.weights:
             compiled.set_params({name: array for name, array in graph.weights.items() if name in compiled.missing_params()})
         return compiled
@@ -127,9 +122,8 @@ class Session(Shown):
         if kept is not None:
             artifact, executable = kept
         else:
-            if isinstance(self._backend, Warming):
-                self._backend.warm()
-            program = lower(graph, target, options)
+            foresee = self._backend.warm(target) if isinstance(self._backend, Warming) else None
+            program = lower(graph, target, options, None if options.tune else foresee)
             if sum(planned_bytes(program).values()) >= ADDRESSES:
                 raise OutOfMemoryError(f"no memory has room for {_room(program)}")
             clock["lower"] = time.perf_counter()

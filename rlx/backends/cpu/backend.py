@@ -23,8 +23,8 @@ from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import DeviceUnavailableError, RlxError
 from rlx.host import calls, llvm
-from rlx.host.once import Once, at_once, started
-from rlx.host.processor import missing_features, processor
+from rlx.host.once import Ahead, Once, at_once, started
+from rlx.host.processor import available_threads, missing_features, processor
 from rlx.ir.cost import Roofline
 from rlx.ir.kernel import Kernel, Loop
 from rlx.ir.kernel_text import kernel_key
@@ -68,10 +68,12 @@ class CpuBackend:
         first = FIRST_COMPILE * (_compiled.misses == 0)
         return held + first + LLVM_LOADED * (not llvm.loaded())
 
-    def warm(self) -> None:
+    def warm(self, target: Target) -> Callable[[Kernel], None]:
         """Warming protocol."""
         if not llvm.loaded():
             started(_load_compiler)  # if it does not, the compile loads it
+        ahead = Ahead(_compiled, max(1, available_threads() - 1))  # this thread lowers meanwhile
+        return lambda kernel: ahead(_Job(kernel_key(kernel), target, (), kernel))
 
     counts_kernels = True
 
