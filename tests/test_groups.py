@@ -16,6 +16,7 @@ from rlx.compiler.compilation import Compilation
 from rlx.compiler.facts import facts_of
 from rlx.compiler.groups import parse_groups, print_groups
 from rlx.compiler.lowering import lower_group
+from rlx.compiler.within import within
 from rlx.errors import ParseError, VerifyError
 from rlx.ir.graph import Graph
 from rlx.ir.kernel import Kernel
@@ -50,6 +51,7 @@ def test_every_stage_reads_back_and_the_last_is_what_is_lowered(name: str) -> No
         found = parse_groups(program.stages["groups"], graph)
         assert print_groups(found, graph) == program.stages["groups"]
         facts = facts_of(graph, Compilation(program.target, rlx.CompileOptions()))
+        found = within(found, facts)
         loops = [group for group in found if group.anchor is None or group.anchor.op.kind is not Kind.CONTROL]
         kernels = [print_kernel(program.target.schedule(lower_group(group, facts).kernel)) for group in loops]
         steps = [s for phase in ("prepare", "steps", "abort") for s in program.phases[phase] if s.kernel.flow is None]

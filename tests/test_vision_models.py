@@ -15,7 +15,7 @@ from benchmarks.vision_models import MODELS, SMALL
 from rlx.backends import get
 from rlx.compiler import lower
 
-STEPS = {"detector": 2.5}  # at most so many per product, where 2 are too few
+STEPS = {"detector": 2.5, "unet": 2.2}  # at most so many per product, where 2 are too few: borders of padded images are steps
 MOVES = frozenset({"transpose", "reshape", "copy"})
 
 
@@ -41,7 +41,9 @@ def test_networks_have_the_results_of_torch(name: str, batch: int) -> None:
     for mine, theirs in zip(found, want, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max())
     steps = lower(graph, get("cpu").target(), rlx.CompileOptions()).steps
-    assert sum(MOVES.issuperset(s.kernel.origin) for s in steps) <= (name == "unet"), "a tensor is copied to another layout"
+    interleaved = sum(node.op_type == "ConvTranspose" for node in model.graph.node)  # its phases
+    moved = sum(MOVES.issuperset(s.kernel.origin) for s in steps) - interleaved
+    assert moved <= (name == "unet"), "a tensor is copied to another layout"
     products = sum(node.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul") for node in model.graph.node)
     assert len(steps) <= STEPS.get(name, 2) * products, [s.kernel.name for s in steps]
 

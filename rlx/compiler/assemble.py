@@ -22,6 +22,7 @@ from rlx.compiler.memory import moments, no_pairs, plan_arena
 from rlx.compiler.options import CompileOptions
 from rlx.compiler.pipeline import keep_text, run_passes
 from rlx.compiler.routers import routers
+from rlx.compiler.within import within
 from rlx.errors import VerifyError
 from rlx.ir import kernel as K
 from rlx.ir.graph import CONSTANT, HANDLE, INPUT, PARAM, Graph, Node, Value
@@ -60,6 +61,7 @@ def assembled(
     groups = fuse(facts)
     if options.wants_text:
         keep_text(stages, "groups", facts.graph.name, print_groups(groups, facts.graph), options)
+    groups = within(groups, facts)
     inner = replace(options, dims={}, extent=None, handles=(), verbose=False, dump=None)
     flows = {
         g: lower_control(g, facts, lambda body, keys: assembled(body, target, inner, keys, foresee).program, key.of)

@@ -185,14 +185,15 @@ def index(layout: Layout, dims: tuple[int, ...], coords: Sequence[K.Expr]) -> K.
     it, so that the address stays linear in the variable."""
     terms = [(c, s) for c, s, d in zip(coords, layout.strides, dims) if d != 1]
     at = 0
-    while at + 1 < len(terms):
-        (high, high_stride), (low, low_stride) = terms[at], terms[at + 1]
-        whole = _whole(high, low)
-        if whole is not None and high_stride == low_stride * whole[1]:
-            terms[at : at + 2] = [(whole[0], low_stride)]
-            at = max(at - 1, 0)
-        else:
-            at += 1
+    while at < len(terms):
+        high, high_stride = terms[at]
+        for n, (low, low_stride) in enumerate(terms[at + 1 :], at + 1):  # others between them: elements of a window
+            if (whole := _whole(high, low)) is not None and high_stride == low_stride * whole[1]:
+                terms[at] = whole[0], low_stride
+                del terms[n]
+                at = -1
+                break
+        at += 1
     return K.linear(terms, layout.offset)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field
+from typing import NamedTuple
 
 from rlx.compiler.compilation import Compilation
 from rlx.compiler.layout import Places
@@ -13,6 +14,14 @@ from rlx.ir.program import Program
 from rlx.ir.target import Target
 from rlx.ir.updates import run_before
 from rlx.records import record
+
+
+class Part(NamedTuple):
+    """A box of a value, with a number in each element or a copy of another value."""
+
+    start: tuple[int, ...]
+    dims: tuple[int, ...]
+    source: float | int | bool | Value
 
 
 @record(eq=False)
@@ -32,14 +41,15 @@ class Facts:
     before: Mapping[Node, Sequence[Node]]
     over: Mapping[Value, Value]
     bodies: list[Program] = field(default_factory=list)  # sub-programs of control flow lowered so far
+    fills: dict[Value, Sequence[Part]] = field(default_factory=dict)  # pads and concats -> the parts that nothing else writes
 
     @property
     def target(self) -> Target:
         return self.compilation.target
 
     def memory(self, base: Value) -> Value:
-        """The value whose buffer holds `base`: `base` itself, or the handle that it overwrites."""
-        return self.over.get(base, base)
+        """The value whose buffer holds `base`: `base` itself, the handle that it overwrites, or a value of which it is a part."""
+        return self.places.hosts[base][0] if base in self.places.hosts else self.over.get(base, base)
 
 
 def facts_of(graph: Graph, compilation: Compilation) -> Facts:
@@ -48,4 +58,4 @@ def facts_of(graph: Graph, compilation: Compilation) -> Facts:
     return Facts(graph, compilation, graph.nodes(), Places(graph), active_axes(graph), run_before(graph), over)
 
 
-__all__ = ["Facts", "facts_of"]
+__all__ = ["Facts", "Part", "facts_of"]

@@ -360,6 +360,7 @@ class _Fuser:
             read_elsewhere = any(r is not node and r not in other.forms for v in values for r in self.readers.get(v, ()))
             early = not other.forms.keys().isdisjoint(self.after.get(node, ()))
             bigger = node not in self.updated and math.prod(self.places.memory(node.results[0])) > 2 * base.shape.num_elements
+            bigger |= node.op.kind is Kind.REDUCE and value.shape.num_elements > base.shape.num_elements  # windows that overlap
             pointwise = all(n.op.kind is Kind.POINTWISE for n in other.forms)
             if self.joins_rows and node.op.name == "gather" and value is node.inputs[1] and base.shape.num_elements > FEW:
                 bigger = not pointwise  # a row's index costs little beside the row; a few are computed beside other small kernels

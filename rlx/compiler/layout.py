@@ -8,7 +8,7 @@ one. Buffers are row-major unless another order of the same dims makes a later r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.layout import Layout, TiledLayout
@@ -23,9 +23,10 @@ class Places:
         self.nodes = graph.nodes()
         self.computed: set[Node] = set()
         self.orders: dict[Value, tuple[int, ...]] = {}  # base -> strides, where not row-major
+        self.hosts: dict[Value, tuple[Value, Layout]] = {}  # base -> the base in whose buffer it lies, and where in it
         exchanged = [n for n in self.nodes if n.op.kind in (Kind.COLLECTIVE, Kind.CONTROL)]  # need row-major memory
         observed = [v for n in self.nodes if n.op.observed for v in n.results]  # read by the runtime
-        self._fixed = _under_views([*graph.roots(), *observed, *(v for n in exchanged for v in (*n.inputs, *n.results))])
+        self.fixed = _under_views([*graph.roots(), *observed, *(v for n in exchanged for v in (*n.inputs, *n.results))])
         self.tiles: dict[Value, TiledLayout] = {}  # tiled values, and views that only permute their axes
         self._memo: dict[Value, tuple[Value, Layout]] = {}
         self._views: dict[Value, list[Node]] = {}  # base -> the views of it that strides express, in order
@@ -51,7 +52,8 @@ class Places:
                 assert seen is not None, f"{value} was addressable when placed"
                 found = (base, seen)
             else:
-                found = (value, Layout(self.orders.get(value) or contiguous_strides(value.shape.static)))
+                own = Layout(self.orders.get(value) or contiguous_strides(value.shape.static))
+                found = (value, self.hosts[value][1] if value in self.hosts else own)
             self._memo[value] = found
         return found
 
@@ -120,9 +122,22 @@ class Places:
         views.append(node)
         return True
 
+    def put(self, host: Value, layouts: Mapping[Value, Layout]) -> bool:
+        """Put each of these bases into the buffer of `host`; False, and nothing changes, if strides cannot express their views
+        then."""
+        for base, layout in layouts.items():
+            self.hosts[base] = host, layout
+            self._forget(base)
+        if all(map(self._seen, (view for base in layouts for view in self._views.get(base, ())))):
+            return True
+        for base in layouts:
+            del self.hosts[base]
+            self._forget(base)
+        return False
+
     def _forget(self, base: Value) -> None:
         """Invalidates the layouts of the base and its views."""
-        for value in (base, *(v for n in self._views[base] for v in n.results)):
+        for value in (base, *(v for n in self._views.get(base, ()) for v in n.results)):
             self._memo.pop(value, None)
 
     def _seen(self, node: Node) -> bool:
@@ -132,7 +147,7 @@ class Places:
 
     def _order_for(self, base: Value, dims: tuple[int, ...], layout: Layout) -> tuple[int, ...] | None:
         """Strides of `base` that make the view (dims, layout) row-major, if the view only permutes the base's dims."""
-        if base.node.op.kind is Kind.LEAF or base in self.orders or base in self._fixed or layout.offset:
+        if base.node.op.kind is Kind.LEAF or base in self.orders or base in self.fixed or layout.offset:
             return None
         own = base.shape.static
         plain, wanted = contiguous_strides(own), contiguous_strides(dims)

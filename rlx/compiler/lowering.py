@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlx.compiler.element import ZERO, KernelBuilder, aligned, collapsed, split
-from rlx.compiler.facts import Facts
+from rlx.compiler.facts import Facts, Part
 from rlx.compiler.groups import Group
 from rlx.compiler.layout import one_stride
 from rlx.compiler.operands import is_expensive, row_axes
@@ -27,7 +27,7 @@ from rlx.ir.kernel import k
 from rlx.ir.layout import Layout, TiledLayout
 from rlx.ir.op import Kind
 from rlx.ir.program import Region
-from rlx.ir.shape import Shape
+from rlx.ir.shape import Shape, contiguous_strides
 from rlx.records import record
 
 LEAST_LINES = 4  # cache lines of f32 that a loop walks, at least, if it is a separate one that skips padding
@@ -93,7 +93,9 @@ def lower_group(group: Group, facts: Facts) -> Lowered:
     builder, anchor = KernelBuilder(group, facts), group.anchor
     exchanged = anchor is not None and anchor.op.kind is Kind.COLLECTIVE
     if anchor is None:
-        grid, body = _Rows(builder).loops()
+        whole = next(iter(group.stores))
+        left = facts.fills.get(whole)
+        grid, body = _Rows(builder).loops() if left is None else _filled(builder, whole, left)
     elif exchanged or (facts.compilation.is_native(anchor) and not is_claimed_product(anchor, facts)):
         builder.active = None if exchanged else builder.active  # a collective moves the whole operand, on every rank
         grid, body = (), (_native(builder, anchor),)
@@ -301,6 +303,28 @@ class _Rows:
                     dims, strides = dims[:row] + dims[row + 1 :], strides[:row] + strides[row + 1 :]
                 out.append((dims, strides))
         return out
+
+
+def _filled(b: KernelBuilder, whole: Value, parts: Sequence[Part]) -> tuple[Grid, Body]:
+    """Grid and body of a kernel that fills parts of `whole` with numbers."""
+    b.open_stores([whole])
+    dims, strides = whole.shape.static, contiguous_strides(whole.shape.static)
+    shared = all(p.dims[0] == dims[0] for p in parts)
+    grid = ((K.Var("g"), dims[0]),) if shared else ()
+    return grid, tuple(_fill(b, whole, p, strides, [(v, strides[0]) for v, _ in grid]) for p in parts)
+
+
+def _fill(b: KernelBuilder, whole: Value, part: Part, strides: Sequence[int], walked: list[tuple[K.Expr, int]]) -> K.Stmt:
+    dims, rank = whole.shape.static, len(walked)
+    inner = next((a for a in range(whole.rank - 1, rank, -1) if part.dims[a] != dims[a]), rank)  # from it on, elements adjoin
+    loops = [(K.Var("i"), part.dims[a], strides[a]) for a in range(rank, inner)]
+    column = K.Var("c")
+    at = K.linear([*walked, *((v, s) for v, _, s in loops), (column, 1)], sum(map(int.__mul__, part.start, strides)))
+    store = K.Store(b.buffer(whole), at, k.const(part.source, whole.dtype.compute))  # type: ignore[arg-type]
+    made = K.Loop(column, math.prod(part.dims[inner:]), (store,), vector=True)
+    for var, size, _ in reversed(loops):
+        made = K.Loop(var, size, (made,))
+    return made
 
 
 def _native(b: KernelBuilder, anchor: Node) -> K.Native:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from rlx.compiler.compilation import Compilation
+from rlx.compiler.layout import Places, one_stride
 from rlx.compiler.packing import reduction
 from rlx.ir.graph import Graph, Node, Value, apply, keep
 from rlx.ir.op import OPS, Kind
@@ -25,7 +26,17 @@ def reductions(graph: Graph, compilation: Compilation) -> Graph:
     for node in graph.nodes():
         for value in node.inputs:
             readers.setdefault(value, set()).add(node)
-    outside = set(graph.roots())
+    outside, places = set(graph.roots()), list[Places]()
+
+    def apart(node: Node) -> bool:
+        """True if it reduces several axes of a view, such as windows, where axes that would be merged have no common stride."""
+        source, axes = node.inputs[0], reduction(node).axes
+        if len(axes) == 1 or source.node.op.kind is not Kind.VIEW:
+            return False
+        places[:] = places or [Places(graph)]
+        layout, dims = places[0].locate(source)[1], source.shape.static
+        return not all(one_stride(layout, dims, tuple(run)) for _, run in groupby(range(source.rank), key=axes.__contains__))
+
     alone: set[Node] = set()  # new nodes whose original had one reader
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
@@ -34,13 +45,13 @@ def reductions(graph: Graph, compilation: Compilation) -> Graph:
             alone.add(kept[0].node)
         if node.op.kind is not Kind.REDUCE:
             return kept
-        made = _in_steps(kept[0].node, len(readers[node.inputs[0]]) == 1, alone, compilation.target)
+        made = _in_steps(kept[0].node, len(readers[node.inputs[0]]) == 1, alone, compilation.target, apart(node))
         return kept if made is None else (replace(made.node, name=node.name, source=node.source).results[0],)
 
     return graph.rebuild(new)
 
 
-def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target) -> Value | None:
+def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target, apart: bool) -> Value | None:
     """The result of a reduction in several simpler nodes; None if it needs no change."""
     source, result = node.inputs[0], node.shapes[0]
     dims, axes = source.shape.static, reduction(node).axes
@@ -53,7 +64,7 @@ def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target) -
     sizes, last = [d for _, d in runs], todo[-1]
     read_again = not only_reader and (last == len(runs) - 1 or sizes[last] * source.dtype.compute.itemsize <= target.column_bytes)
     parts = 1 if read_again else _parts(sizes, last, target)
-    if len(axes) == parts == 1:
+    if len(axes) == parts == 1 or (apart and len(todo) == parts == 1):
         return None
     value = _reshaped(source, _divided(sizes, last, parts), alone)
     if source.dtype != source.dtype.compute:

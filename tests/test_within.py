@@ -1,0 +1,98 @@
+"""Values computed inside the results of pads and concats: nothing is copied there, and results stay the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx
+from rlx.ir.graph import Graph, Value, constant
+from rlx.ir.kernel import loaded_buffers
+from rlx.ir.ops import avg_pool, concat, conv_transpose, max_pool, pad
+
+DIMS = (2, 6, 8, 5)
+
+
+def conv(x: Value, out: int = 7, window: int = 3, low: int = 1) -> Value:
+    """relu(conv(x) + b)."""
+    rng = np.random.default_rng(out + window)
+    w, b = rng.standard_normal((window, window, x.shape.static[-1], out), np.float32), rng.standard_normal(out, np.float32)
+    return rlx.relu(rlx.conv(x, constant(w), constant(b), low=low, high=low, channels_last=True))
+
+
+def beside(x: Value) -> list[Value]:
+    """The two ends of a U-Net: x is read by a pool and by a concat, whose other part is computed from the pool."""
+    first = conv(x, 16)
+    small = conv(max_pool(first, window=2, strides=2, channels_last=True), 32)
+    w = np.random.default_rng(1).standard_normal((2, 2, 32, 16), np.float32)
+    return [conv(concat(first, conv_transpose(small, constant(w), strides=2, channels_last=True), axis=3))]
+
+
+def dense(x: Value) -> list[Value]:
+    """A part of the concat is computed from the other part."""
+    first = conv(x)
+    return [conv(concat(first, conv(first), axis=3))]
+
+
+def twice(x: Value) -> list[Value]:
+    first = conv(x)
+    return [conv(concat(first, first, axis=3))]
+
+
+def returned(x: Value) -> list[Value]:
+    """A value inside, and the result around it, that are outputs."""
+    first = conv(x)
+    around = pad(conv(x, 4), low=(0, 2, 0, 1), high=(1, 0, 3, 0), value=3.5)
+    return [first, conv(first), around]
+
+
+def product(x: Value) -> list[Value]:
+    """A reader that shares rows among tiles."""
+    first = conv(x)
+    return [conv(first), conv(first, 5, window=1, low=0)]
+
+
+def pooled(x: Value) -> list[Value]:
+    how = {"window": 3, "strides": 2, "low": 1, "high": 1, "channels_last": True}
+    return [max_pool(conv(x), **how), avg_pool(conv(x, 9), **how)]
+
+
+def made(build: Callable[[Value], list[Value]], device: str, **options: Any):
+    g = Graph(build.__name__)
+    g.set_outputs(build(g.input("x", DIMS, "f32")))
+    compiled = rlx.Session(device).compile(g, rlx.CompileOptions(**options))
+    return compiled, compiled.run({"x": np.random.default_rng(2).standard_normal(DIMS, np.float32)})
+
+
+def copies(compiled) -> int:
+    """Steps that pad or concatenate what they read, without the one that pads the input."""
+    return sum(bool(loaded_buffers(s.kernel)) and s.kernel.origin[-1] in ("pad", "concat") for s in compiled.program().steps) - 1
+
+
+CASES = {beside: (0, 2), dense: (1, 2), twice: (1, 1), returned: (1, 2), product: (1, 1), pooled: (0, 2)}
+
+
+@pytest.mark.parametrize("build", CASES, ids=lambda build: build.__name__)
+def test_parts_are_computed_in_place_with_the_same_bits(build) -> None:
+    (placed, found), (apart, expected) = made(build, "ref:1"), made(build, "ref:1", disable=("within",))
+    assert (copies(placed), copies(apart)) == CASES[build]
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(found, expected, strict=True))
+    for threads in (1, 2):
+        (_, found), (_, bits) = made(build, "cpu", threads=threads), made(build, "cpu", threads=threads, disable=("within",))
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(found, bits, strict=True))
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_a_pad_around_a_value_that_is_not_copied_writes_only_its_border() -> None:
+    placed, _ = made(pooled, "ref:1")
+    (fill, *_) = [s.kernel for s in placed.program().steps if s.kernel.origin == ("pad",) and not loaded_buffers(s.kernel)]
+    stored = sum(int(np.prod([n for _, n in fill.grid])) * loop_size(s) for s in fill.body)
+    assert stored == 2 * (8 * 10 - 6 * 8) * 7 and all(s.kernel.name != "reshape" for s in placed.program().steps)
+
+
+def loop_size(loop) -> int:
+    return loop.extent * (sum(map(loop_size, loop.body)) if hasattr(loop.body[0], "extent") else 1)
