@@ -192,14 +192,63 @@ def test_products_with_weights_in_blocks_read_packed_weights(bits, zeros, level)
     assert ("dequant_matmul" in ops) == (level == 2)
 
 
-def test_rows_of_a_table_in_blocks_are_decoded():
-    q = RNG.integers(0, 16, (7, 64)).astype(np.uint8)
-    scales, at = RNG.uniform(0.01, 0.02, (7, 2)).astype(np.float32), np.array([[3, 0], [6, 6]])
-    inputs = {"w": q[:, 0::2] | q[:, 1::2] << 4, "i": at, "s": scales}
-    expected = ((q.astype(np.float32) - 8).reshape(7, 2, 32) * scales[..., None]).reshape(7, 64)[at]
-    attrs = {"block_size": 32, "bits": 4, "quantize_axis": 1}
-    model = made("GatherBlockQuantized", inputs, attrs, 1, ("w", "s"))
-    np.testing.assert_allclose(OnnxModel(model)(at), expected, rtol=1e-6)
+@pytest.mark.parametrize("bits,k,block,level", [(4, 160, 128, 0), (2, 64, 32, 0), (4, 48, 16, 2), (8, 40, 64, 4)])
+def test_products_with_weights_in_blocks_of_any_size(bits, k, block, level):
+    n, groups = 6, -(-k // block)
+    q = RNG.integers(0, 1 << bits, (n, groups * block)).astype(np.uint8)
+    scales = RNG.uniform(1, 2, (n, groups)).astype(np.float16).astype(np.float32)
+    scales = scales if level != 4 else scales * np.float32(1e-9)  # too small for f16
+    raw = sum(q[:, i :: 8 // bits].astype(int) << i * bits for i in range(8 // bits)).astype(np.uint8)
+    weight = ((q.astype(np.float64) - (1 << bits - 1)) * np.repeat(scales, block, 1))[:, :k]
+    x = normal(3, k)
+    inputs = {"x": x, "w": raw.reshape(n, groups, -1), "s": scales.reshape(-1)}
+    attrs = {"K": k, "N": n, "bits": bits, "block_size": block, "accuracy_level": level}
+    found = OnnxModel(made("MatMulNBits", inputs, attrs, 1, ("w", "s")))(x)
+    np.testing.assert_allclose(found, x @ weight.T, rtol=1e-5, atol=1e-5 * np.abs(weight).max())
+
+
+def test_weights_of_the_same_integers_with_other_scales_are_apart():
+    q, x = RNG.integers(0, 256, (4, 1, 16)).astype(np.uint8), normal(2, 32)
+    inputs = {"x": x, "w": q, "s": np.full(4, 0.5, np.float32)}
+    model = made("MatMulNBits", inputs, {"K": 32, "N": 4, "bits": 4, "block_size": 32}, consts=("w", "s"))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.full(4, 2, np.float32), "t"))
+    other = onnx.NodeProto.FromString(model.graph.node[0].SerializeToString())
+    other.input[2], other.output[0] = "t", "y1"
+    model.graph.node.append(other)
+    model.graph.output.append(onnx.helper.make_tensor_value_info("y1", TensorProto.FLOAT, None))
+    one, two = OnnxModel(model)(x)
+    np.testing.assert_allclose(two, one * 4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "INT4", "UINT4", "bytes8"])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+def test_rows_of_a_table_in_blocks_are_decoded(kind, zeros, half):
+    """From packed weights, or from integers of four bits: the table is not decoded as a whole."""
+    rows, at, bits = 70, np.array([[3, 0], [-1, 6]]), 8 if kind == "bytes8" else 4
+    q = RNG.integers(0, 1 << bits, (rows, 64)).astype(np.uint8)
+    zero = RNG.integers(0, 1 << bits, (rows, 2)).astype(np.uint8)
+    scales = RNG.uniform(0.01, 0.02, (rows, 2)).astype(np.float32)
+    scales = scales.astype(np.float16).astype(np.float32) if half else scales
+    true, least = (v.astype(int) - (8 if kind == "INT4" else 0) for v in (q, zero))
+    least = least if zeros else 0 * least + ((1 << bits - 1) if "bytes" in kind else 0)
+    expected = ((true - np.repeat(least, 32, 1)) * np.repeat(scales, 32, 1)).astype(np.float32)[at]
+    whole = lambda v: v if bits == 8 else v[:, 0::2] | v[:, 1::2] << 4  # noqa: E731
+    inputs = {"w": whole(q), "i": at, "s": scales} | ({"z": whole(zero)} if zeros else {})
+    attrs = {"block_size": 32, "bits": bits, "quantize_axis": 1}
+    model = made("GatherBlockQuantized", inputs, attrs, 1, ("w", "s", "z")[: 2 + zeros])
+    for tensor in model.graph.initializer:
+        if tensor.name in "wz" and "INT" in kind:
+            raw = ((q if tensor.name == "w" else zero) ^ (8 if kind == "INT4" else 0)).reshape(-1)
+            dims = (rows, 64 if tensor.name == "w" else 2)
+            packed = (raw[0::2] | raw[1::2] << 4).tobytes()
+            tensor.CopyFrom(onnx.helper.make_tensor(tensor.name, TensorProto.DataType.Value(kind), dims, packed, raw=True))
+    net = OnnxModel(model)
+    np.testing.assert_allclose(net(at), expected, rtol=1e-6)
+    regions = net.executable({"i": at}).memory_plan().regions
+    assert regions["params"] + regions["prepared"] + regions["constants"] < rows * 64 * (1.3 if bits == 8 else 0.8)
+    if (judge := runtime(model, {"i": at})) is not None:
+        np.testing.assert_allclose(judge[0], expected, rtol=1e-6)
 
 
 def test_weights_in_blocks_are_packed_once_for_all_dims(monkeypatch):

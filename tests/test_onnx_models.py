@@ -38,7 +38,7 @@ def test_an_exported_llama_decodes_with_its_past_on_the_device():
     check_steps(OnnxModel(decoder(llama(), 2), states=24), of_torch(llama()))
 
 
-@pytest.mark.parametrize("weights", ["f32"])
+@pytest.mark.parametrize("weights", ["f32", "nbits", "int4"])
 def test_a_llama_with_operators_of_onnx_runtime_writes_its_past_in_place(weights):
     made = GenAI(llama(), weights)
     proto, network = made.model(), copy.deepcopy(llama())
@@ -47,6 +47,11 @@ def test_a_llama_with_operators_of_onnx_runtime_writes_its_past_in_place(weights
     check_steps(model, of_torch(network))
     model.reset()
     check_steps(model, of_torch(network))
+    if weights != "f32":
+        feeds = {"input_ids": IDS[:, :1], "attention_mask": np.ones((1, 1), np.int64), "position_ids": IDS[:, :1]}
+        regions = model.executable(feeds).memory_plan().regions
+        elements = sum(w.numel() for w in made.values.values() if w.ndim == 2)
+        assert regions["params"] + regions["prepared"] < 4.6 / 8 * elements + 9000  # 4 bits, and an f16 for 32; tables and norms
 
 
 def test_states_in_place_that_are_full_are_named():

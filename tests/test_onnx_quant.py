@@ -135,6 +135,55 @@ def test_convolutions_of_dequantised_tensors_are_exact_integers(x_type, w_type, 
     assert ops and all(node.inputs[0].dtype == rlx.u8 and node.inputs[1].dtype == rlx.i8 for node in ops)
 
 
+@pytest.mark.parametrize("form", ["rows", "columns", "turned"])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("kind", ["INT4", "UINT4", "INT8", "UINT8"])
+def test_weights_that_are_dequantised_in_blocks_stay_packed(kind, zeros, form):
+    """The product reads 4 or 8 bits for each element."""
+    n, k, bits = 24, 128, 4 if "4" in kind else 8
+    low = -(1 << bits - 1) if kind.startswith("I") else 0
+    q, z = (RNG.integers(low, low + (1 << bits), (n, d)) for d in (k, 2))
+    s = RNG.uniform(0.01, 0.02, (n, 2)).astype(np.float16).astype(np.float32)
+    turn = (lambda v: v) if form != "columns" else np.transpose
+    code = TensorProto.DataType.Value(kind)
+    make = lambda name, v: onnx.helper.make_tensor(name, code, turn(v).shape, turn(v).reshape(-1).tolist())  # noqa: E731
+    attrs = {"axis": int(form != "columns"), "block_size": 64}
+    nodes = [onnx.helper.make_node("DequantizeLinear", ["w", "s", "z"][: 2 + zeros], ["d"], **attrs)]
+    if form == "rows":
+        nodes.append(onnx.helper.make_node("Gemm", ["x", "d"], ["y"], transB=1))
+    else:
+        nodes += [onnx.helper.make_node("Transpose", ["d"], ["t"])] if form == "turned" else []
+        nodes.append(onnx.helper.make_node("MatMul", ["x", "t" if form == "turned" else "d"], ["y"]))
+    model = network(nodes, {"s": np.ascontiguousarray(turn(s))}, [3, k])
+    model.graph.initializer.extend([make("w", q)] + ([make("z", z)] if zeros else []))
+    x = RNG.normal(size=(3, k)).astype(np.float32)
+    weight = (q - np.repeat(z if zeros else 0 * z, 64, 1)) * np.repeat(s, 64, 1).astype(np.float64)
+    net = OnnxModel(model)
+    np.testing.assert_allclose(net(x), x @ weight.T, rtol=1e-5, atol=1e-4)
+    assert "dequant_matmul" in {node.op.name for node in rlx.from_onnx(model).nodes()}
+    regions = net.executable({"x": x}).memory_plan().regions
+    rows = 32  # panels
+    assert regions["params"] + regions["prepared"] + regions["constants"] <= rows * k * (bits / 8 + 2 / 32) + 1024
+
+
+@pytest.mark.parametrize("why", ["axis", "scales", "rounded"])
+def test_weights_that_packed_ones_would_change_are_decoded(why):
+    """Blocks of rows, scales that are no f16, and values that were rounded to f16."""
+    kind = np.float16 if why == "rounded" else np.float32
+    q = RNG.integers(-8, 8, (64, 64))
+    s = RNG.uniform(0.01, 0.02, (64, 2) if why == "axis" else (2, 64)).astype(np.float32 if why == "scales" else np.float16)
+    node = onnx.helper.make_node("DequantizeLinear", ["w", "s"], ["d"], axis=int(why == "axis"), block_size=32)
+    code = TensorProto.FLOAT16 if why == "rounded" else TensorProto.FLOAT
+    nodes = [node, onnx.helper.make_node("MatMul", ["x", "d"], ["y"])]
+    model = network(nodes, {"s": s.astype(kind)}, [3, 64], code, kind=code)
+    model.graph.initializer.append(onnx.helper.make_tensor("w", TensorProto.INT4, q.shape, q.reshape(-1).tolist()))
+    x = RNG.normal(size=(3, 64)).astype(kind)
+    weight = (q * np.repeat(s.astype(np.float64), 32, int(why == "axis"))).astype(kind)
+    near = 1e-2 if why == "rounded" else 1e-4
+    np.testing.assert_allclose(OnnxModel(model)(x), x.astype("f8") @ weight.astype("f8"), rtol=near, atol=1e-3)
+    assert "dequant_matmul" not in {node.op.name for node in rlx.from_onnx(model).nodes()}
+
+
 # -- ONNX Runtime's operators --------------------------------------------------------------------------------------------
 
 SCALES = {"s": np.float32(0.02), "z": np.uint8(110), "t": np.float32(0.03), "u": np.uint8(128)}

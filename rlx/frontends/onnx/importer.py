@@ -28,11 +28,12 @@ from rlx.ir.evaluate import evaluate_node
 from rlx.ir.graph import CONSTANT, PARAM, Graph
 from rlx.ir.handle import BufferHandle
 from rlx.ir.node import Node, Value, constant
-from rlx.ir.op import Kind
+from rlx.ir.op import OPS, Kind
 from rlx.ir.shape import Shape
 
 FEW = 64  # initialisers of integers of at most this many elements are known at import, and floats of one element
 FOLDED = 1 << 22  # bytes of a value that is computed at import; larger ones are computed by the compiled graph
+RESHAPE = OPS["reshape"]
 DEEP = 64  # graphs and function bodies inside each other
 MOST = 1 << 18  # nodes that graphs and function bodies inside nodes are written out to, each time that they are
 
@@ -344,7 +345,7 @@ class Importer:
                 todo.pop()
             elif node.op is PARAM and params:
                 found[value] = self.graph.weights[node.name or ""]
-            elif not _foldable(node) or (value in self._live and not params):
+            elif not (_foldable(node) or (params and node.op is RESHAPE)) or (value in self._live and not params):
                 return None
             elif missing := [v for v in node.inputs if v not in found]:
                 todo += missing

@@ -16,17 +16,21 @@ from rlx.frontends.onnx.ops.shape import padded
 from rlx.ir import functions, ops
 from rlx.ir.dtype import DType, f32, i8, i32, u8
 from rlx.ir.node import Value
+from rlx.ir.op import OPS
 
+_TRANSPOSE = OPS["transpose"]
 _convolved: Callable[..., Value] = ops.conv  # the bias may be left out
 
 
 class Quantity(NamedTuple):
-    """(integers - zero) * scale. Scale and zero point (None: 0) have no dims, or one along `axis`."""
+    """(integers - zero) * scale. Scale and zero point (None: 0) have no dims, or one along `axis`, or with a `block` all dims,
+    for so many indices of `axis` each."""
 
     integers: Value
     scale: Value
     zero: Value | None = None
     axis: int = 0
+    block: int = 0
 
 
 def spread(v: Value, x: Value, axis: int, block: int = 0) -> Value:
@@ -123,7 +127,8 @@ def conv(
 
 def matmul_of(n: Call, x: Value, w: Value, turned: tuple[bool, bool] = (False, False)) -> Value | None:
     """The product of two values on integers, if both were dequantised from 8 bits. `turned`: matrices to be transposed."""
-    a, b = _eight(n, x), _eight(n, w)
+    (x, x_turned), (w, w_turned) = origin(n, x), origin(n, w)
+    a, b, turned = _eight(n, x), _eight(n, w), (turned[0] != x_turned, turned[1] != w_turned)
     if a is None or b is None or x.rank < 2 or w.rank < 2:
         return None
     depth = w.dims[-1 if turned[1] else -2]
@@ -144,10 +149,18 @@ def conv_of(n: Call, x: Value, w: Value, groups: int, facts: dict[str, Any]) -> 
     return (sums.astype(f32) * factor.reshape((*factor.dims, *(1,) * (w.rank - 2) * factor.rank))).astype(x.dtype)
 
 
+def origin(n: Call, v: Value) -> tuple[Value, bool]:
+    """A matrix that was dequantised, and whether `v` is its transpose; else v itself."""
+    turned = False
+    while v.rank == 2 and v.node.op is _TRANSPOSE and v not in n.scope.importer.quantities:
+        v, turned = v.node.inputs[0], turned != (v.node.attrs.axes == (1, 0))  # type: ignore[union-attr]
+    return v, turned
+
+
 def _eight(n: Call, v: Value) -> Quantity | None:
-    """The 8-bit integers that a value was dequantised from."""
+    """The 8-bit integers that a value was dequantised from, with scales that are not by block."""
     found = n.scope.importer.quantities.get(v)
-    return found if found is not None and _bytes(found.integers) else None
+    return found if found is not None and not found.block and _bytes(found.integers) else None
 
 
 def _fits(depth: Any) -> bool:
@@ -196,9 +209,9 @@ def bounds(dtype: DType) -> tuple[int, int]:
     return int(found.min), int(found.max)
 
 
-def dequantised(q: Quantity, block: int = 0) -> Value:
+def dequantised(q: Quantity) -> Value:
     """The floats, in f32."""
     x = q.integers.astype(f32)
     if q.zero is not None:
-        x = x - spread(q.zero, x, q.axis, block).astype(f32)
-    return x * spread(q.scale, x, q.axis, block).astype(f32)
+        x = x - spread(q.zero, x, q.axis, q.block).astype(f32)
+    return x * spread(q.scale, x, q.axis, q.block).astype(f32)

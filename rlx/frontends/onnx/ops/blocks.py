@@ -1,24 +1,61 @@
 """Weights quantised in blocks: products that read packed weights, and rows of packed tables.
 
-Packed weights have f16 scales. Scales that are no f16 numbers are rounded to f16 where the node allows products in f16 or less
-(`accuracy_level` 2 and more); else the weight is decoded to f32 before the first run.
+Packed weights have f16 scales, and integers around the middle of their range; other zero points add a small product. A weight
+whose scales are no f16 numbers is decoded to f32 before the first run, unless the node allows products in f16 or less
+(`accuracy_level` 2 and more): then its scales are rounded.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from typing import NamedTuple
 
+import numpy as np
+from onnx import TensorProto
+
+from rlx.frontends.onnx import narrow, quantities
 from rlx.frontends.onnx.call import Call
+from rlx.frontends.onnx.ops.index import counted
 from rlx.frontends.onnx.quantities import Quantity, dequantised, spread
 from rlx.frontends.onnx.table import handler
 from rlx.ir import functions, ops
-from rlx.ir.blocks import FORMATS
-from rlx.ir.dtype import as_dtype, f32, u8
+from rlx.ir.blocks import FORMATS, Format
+from rlx.ir.dtype import f32, i8, u8
 from rlx.ir.node import Value, constant
 
 MS = "com.microsoft"
 _FORMATS = {4: "q4_0", 8: "q8_0"}
 GROUP = 32  # elements with one scale in these formats
+
+
+class Weight(NamedTuple):
+    """A weight [rows, columns]: (integers - zeros) * scales, with integers from 0 on, and f32 [rows, blocks] of `block` columns.
+    `name`: of this weight in the graph."""
+
+    name: str
+    integers: Callable[[], np.ndarray]
+    scales: np.ndarray
+    zeros: np.ndarray
+    bits: int
+    columns: int
+    block: int
+
+    @property
+    def format(self) -> Format | None:
+        """That of packed weights."""
+        form = FORMATS.get(_FORMATS.get(self.bits, ""))
+        return form if self.block % GROUP == 0 or self.block >= self.columns else None
+
+    @property
+    def lean(self) -> np.ndarray:
+        """Zero points around the middle, which packed weights do not have."""
+        return (1 << self.bits - 1) - self.zeros
+
+    def fits(self, rounded: bool = False) -> bool:
+        """Whether packed weights have the same values, or `rounded` scales."""
+        half = self.scales.astype(np.float16).astype(np.float32)
+        near = np.abs(half - self.scales) <= np.abs(self.scales) * (2**-10 if rounded else 0)
+        return self.format is not None and bool(near.all())
 
 
 def unpacked(raw: np.ndarray, bits: int) -> np.ndarray:
@@ -28,79 +65,169 @@ def unpacked(raw: np.ndarray, bits: int) -> np.ndarray:
     return np.stack([raw >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], -1).reshape(*raw.shape[:-1], -1)
 
 
-def is_half(scales: np.ndarray) -> bool:
-    return bool(np.array_equal(scales.astype(np.float16).astype(scales.dtype), scales))
+def of_bytes(raw: Value, bits: int) -> Value:
+    """The same in the graph."""
+    parts = [ops.bitwise_and(ops.shift_right(raw, shift), (1 << bits) - 1) for shift in range(0, 8, bits)]
+    return raw if bits == 8 else functions.stack(parts, -1).reshape((*raw.dims[:-1], -1))
 
 
-def packed(n: Call, i: int, columns: int, scales: np.ndarray, bits: int) -> Value:
-    """Rows of blocks as a param, from the integers in operand i, of which the middle of their range stands for 0, and scales
-    [rows, columns / a multiple of 32]. They are made once for a model."""
-    form, rows = FORMATS[_FORMATS[bits]], scales.shape[0]
-    graph, name = n.scope.importer.graph, n.value(i).node.name or f"{n.where} operand {i}"
-    name = f"{name}.{form.name}"
+def named(n: Call, *operands: Value) -> str:
+    """A name for a weight that is made of these, the same for other nodes that read them."""
+    names = []
+    for v in operands:
+        while v.node.op.name in ("reshape", "transpose"):
+            v = v.node.inputs[0]
+        names.append(v.node.name or n.where)
+    return "/".join(names)
+
+
+def param(n: Call, name: str, make: Callable[[], np.ndarray]) -> Value:
+    """A param, u8, whose contents are made once for a model."""
+    graph, made = n.scope.importer.graph, n.scope.importer.made
+    while name in graph.weights and graph.weights[name] is not made.get(name):
+        name += "'"
     if name in graph.weights:
         return next(p for p in graph.params if p.name == name)
-    found = n.scope.importer.made.get(name)
-    if found is None:
-        q = unpacked(n.known(i).reshape(rows, -1), bits)[:, :columns]
-        groups = -(-columns // GROUP)
-        blocks = np.zeros((rows * groups, form.nbytes), np.uint8)
-        each = np.repeat(scales, -(-groups // scales.shape[1]), axis=1)[:, :groups].astype("<f2")
+    if name not in made:
+        made[name] = make()
+    graph.weights[name] = made[name]
+    return graph.param(name, made[name].shape, u8)
+
+
+def packed(n: Call, w: Weight) -> Value:
+    """Rows of blocks."""
+    form, rows, groups = w.format, len(w.scales), -(-w.columns // GROUP)
+    assert form is not None
+
+    def make() -> np.ndarray:
+        middle, blocks = 1 << w.bits - 1, np.zeros((rows * groups, form.nbytes), np.uint8)
+        each = np.repeat(w.scales, -(-w.block // GROUP), axis=1)[:, :groups].astype("<f2")
         blocks[:, :2] = np.ascontiguousarray(each).reshape(-1, 1).view(np.uint8)
-        whole = np.pad(q, ((0, 0), (0, groups * GROUP - columns)), constant_values=1 << (bits - 1)).reshape(-1, GROUP)
-        form.q.write(blocks, whole if bits == 4 else whole ^ 128)
-        found = n.scope.importer.made[name] = blocks.reshape(rows, -1)
-    graph.weights[name] = found
-    return graph.param(name, found.shape, u8)
+        whole = np.pad(w.integers(), ((0, 0), (0, groups * GROUP - w.columns)), constant_values=middle).reshape(-1, GROUP)
+        form.q.write(blocks, whole if w.bits == 4 else whole ^ 128)
+        return blocks.reshape(rows, -1)
+
+    return param(n, f"{w.name}.{form.name}", make)
+
+
+def product(n: Call, x: Value, w: Weight, exact: bool = True) -> Value:
+    """x [..., columns] by a weight that is packed, in the dtype of the sums. Zero points add a product with the sums of x over
+    blocks."""
+    out = ops.dequant_matmul(x, packed(n, w), format=_FORMATS[w.bits], exact=exact, wide=True)
+    if not w.lean.any():
+        return out
+    half = w.scales.astype(np.float16).astype(np.float32)
+    return out + ops.matmul(block_sums(x, w), constant(np.ascontiguousarray((half * w.lean).T)).astype(out.dtype))
+
+
+def block_sums(x: Value, w: Weight) -> Value:
+    """x [..., columns] summed over the columns of each block, in the dtype of sums."""
+    groups = w.scales.shape[1]
+    x, short = x.astype(x.dtype.compute), groups * w.block - w.columns
+    x = ops.pad(x, low=0, high=(0,) * (x.rank - 1) + (short,)) if short else x
+    return ops.sum(x.reshape((*x.dims[:-1], groups, w.block)), axis=-1)
+
+
+def matmul_of(n: Call, x: Value, y: Value, turned: bool) -> Value | None:
+    """The product with a matrix of known integers of 4 or 8 bits that DequantizeLinear decoded, from packed weights of the same
+    values; None: it is no such matrix. `turned`: y is to be transposed."""
+    y, flipped = quantities.origin(n, y)
+    q = n.scope.importer.quantities.get(y)
+    w = None if q is None or y.rank != 2 or not x.dtype.is_float else _dequantised(n, q, y, turned != flipped)
+    return None if w is None or not w.fits() else product(n, x, w).astype(x.dtype)
+
+
+def _dequantised(n: Call, q: Quantity, y: Value, rows_first: bool) -> Weight | None:
+    """The weight, if its scales are by row of the product, or by block of its columns."""
+    raw, scales, zeros = (None if v is None else n.scope.contents(v) for v in (q.integers, q.scale, q.zero))
+    rows, columns = y.shape.static[:: 1 if rows_first else -1]
+    if raw is None or scales is None or (q.zero is not None and zeros is None) or raw.dtype not in (np.int8, np.uint8):
+        return None
+    if q.axis != (rows_first if q.block else not rows_first) and (q.block or scales.size > 1):
+        return None
+    code = n.scope.importer.types.get(q.integers)
+    bits, block = 4 if code in narrow.INTEGERS else 8, q.block or columns
+    middle = 1 << bits - 1 if raw.dtype == np.int8 else 0
+
+    def by_block(v: np.ndarray) -> np.ndarray:
+        v = v.astype(np.float32)
+        return (v if rows_first else v.T) if q.block else np.broadcast_to(v.reshape(-1, 1), (rows, 1))
+
+    def integers() -> np.ndarray:
+        return ((raw if rows_first else raw.T).astype(np.int16) + middle).astype(np.uint8)
+
+    found = np.zeros_like(scales) if zeros is None else zeros
+    name = named(n, q.integers, q.scale) + ("" if rows_first else ".T")
+    w = Weight(name, integers, by_block(scales), by_block(found) + middle, bits, columns, block)
+    if y.dtype != f32:  # its values were rounded
+        values = (integers() - np.repeat(w.zeros, block, 1)[:, :columns]) * np.repeat(w.scales, block, 1)[:, :columns]
+        return w if np.array_equal(values.astype(y.dtype.numpy).astype(np.float32), values) else None
+    return w
 
 
 @handler("MatMulNBits", domain=MS)
 def matmul_nbits(n: Call) -> Value:
     """x [..., k] by a weight [n, blocks, bytes] with scales [n * blocks] and zero points, which are packed like the weight, or of
-    the scales' dtype. Zero points add a product with the sums of x over blocks."""
+    the scales' dtype."""
     x, k, rows, block, bits = n.value(0), n.attr("K"), n.attr("N"), n.attr("block_size"), n.attr("bits", 4)
-    if bits not in _FORMATS or block % GROUP or n.has(4):
-        order = ", reordered by g_idx" if n.has(4) else ""
-        n.refuse(f"{bits} bits in blocks of {block}{order}: 4 or 8 bits in blocks of a multiple of 32 are supported")
-    groups, middle = -(-k // block), 1 << (bits - 1)
-    scales = n.known(2).reshape(rows, groups)
-    zeros = np.full((rows, groups), middle, np.float32) if not n.has(3) else _zeros(n, rows, groups, bits)
-    level = n.attr("accuracy_level", 0)
-    if level < 2 and not is_half(scales):
-        raw, wide = n.value(1), x.dtype.compute
-        parts = [raw] if bits == 8 else [ops.bitwise_and(raw, 15), ops.shift_right(raw, 4)]
-        integers = functions.stack(parts, -1).reshape((rows, -1))[:, :k]
-        weight = dequantised(Quantity(integers, n.value(2).reshape((rows, groups)), constant(zeros), 1), block)
-        out = ops.matmul(x.astype(wide), weight.T.astype(wide))
+    if bits not in (2, 4, 8) or n.has(4):
+        n.refuse(f"{bits} bits{', reordered by g_idx' if n.has(4) else ''}: 2, 4 or 8 bits in order are supported")
+    scales = n.known(2).reshape(rows, -1).astype(np.float32)
+    zeros = np.full(scales.shape, 1 << bits - 1, np.float32) if not n.has(3) else _zeros(n.known(3), scales, bits)
+    raw, level = n.value(1), n.attr("accuracy_level", 0)
+    unpack = lambda: unpacked(n.known(1).reshape(rows, -1), bits)[:, :k]  # noqa: E731
+    w = Weight(named(n, raw, n.value(2)), unpack, scales, zeros, bits, k, block)
+    if w.fits(rounded=level >= 2):
+        out = product(n, x, w, exact=level != 4)
     else:
-        out = ops.dequant_matmul(x, packed(n, 1, k, scales, bits), format=_FORMATS[bits], exact=level != 4, wide=True)
-        if (zeros != middle).any():
-            whole = ops.pad(x, low=0, high=(0,) * (x.rank - 1) + (groups * block - k,)) if k % block else x
-            sums = ops.sum(whole.astype(out.dtype).reshape((*x.dims[:-1], groups, block)), axis=-1)
-            half = scales.astype(np.float16).astype(np.float32)
-            out = out + ops.matmul(sums, constant(np.ascontiguousarray((half * (middle - zeros)).T)).astype(out.dtype))
+        integers, wide = of_bytes(raw, bits).reshape((rows, -1))[:, :k], x.dtype.compute
+        weight = dequantised(Quantity(integers, n.value(2).reshape(scales.shape), constant(zeros), 1, block))
+        out = ops.matmul(x.astype(wide), weight.T.astype(wide))
     out = out.astype(x.dtype)
     return out + n.value(5).astype(x.dtype) if n.has(5) else out
 
 
-def _zeros(n: Call, rows: int, groups: int, bits: int) -> np.ndarray:
-    zeros = n.known(3)
-    if zeros.dtype != np.uint8:
-        return zeros.reshape(rows, groups).astype(np.float32)
-    return unpacked(zeros.reshape(rows, -1), bits)[:, :groups].astype(np.float32)
+def _zeros(zeros: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
+    """Zero points with the dims of the scales, from bytes in which each row begins anew."""
+    if zeros.dtype == np.uint8:
+        zeros = unpacked(zeros.reshape(*scales.shape[:-1], -1), bits)[..., : scales.shape[-1]]
+    return zeros.reshape(scales.shape).astype(np.float32)
 
 
 @handler("GatherBlockQuantized", domain=MS)
 def gather_block_quantized(n: Call) -> Value:
     """Rows of a quantised table, decoded. Without zero points, integers in bytes are around the middle of their range."""
-    block, bits, width = n.attr("block_size", 128), n.attr("bits", 4), n.rank(0)
+    block, width, in_bytes = n.attr("block_size", 128), n.rank(0), n.element_type(0) == TensorProto.UINT8
+    bits = n.attr("bits", 4)
+    bits = bits if in_bytes else 4
     if n.attr("gather_axis", 0) or n.attr("quantize_axis", 1) % width != width - 1:
         n.refuse("rows are gathered along axis 0 of a table that is quantised along its last axis")
-    in_bytes = n.known(0).dtype == np.uint8
-    table = unpacked(n.known(0), bits) if in_bytes else n.known(0).astype(np.int8)
-    zero = np.uint8(1 << (bits - 1)) if in_bytes else np.int8(0)
-    zeros = n.known(3, np.full(n.sizes(2), zero))
-    zeros = unpacked(zeros, bits)[..., : n.sizes(2)[-1]] if n.has(3) and in_bytes else zeros.astype(table.dtype)
-    q, scale, least = (ops.gather(v, n.value(1), axis=0) for v in (constant(table), n.value(2), constant(zeros)))
-    wide = (q.astype(f32) - spread(least, q, q.rank - 1, block).astype(f32)) * spread(scale, q, q.rank - 1, block).astype(f32)
-    return wide.astype(as_dtype(n.dtype(2)))
+    if bits not in (2, 4, 8) or not (in_bytes or n.element_type(0) in (TensorProto.INT4, TensorProto.UINT4)):
+        n.refuse(f"a table of {n.dtype(0)} in {bits} bits is not supported: integers of 2, 4 or 8 bits are")
+    table, scales, name = n.value(0), n.known(2).astype(np.float32), named(n, n.value(0), n.value(2))
+    columns = n.sizes(0)[-1] * (8 // bits if in_bytes else 1)
+    middle = 1 << bits - 1 if in_bytes or n.dtype(0) == i8 else 0  # that stands for 0
+    ids = counted(n.value(1), n.sizes(0)[0])
+
+    def integers() -> np.ndarray:
+        return unpacked(n.known(0), bits) if in_bytes else (n.known(0).astype(np.int16) + middle).astype(np.uint8)
+
+    w = Weight(name, integers, scales, np.full(scales.shape, middle, np.float32), bits, columns, block)
+    if width == 2 and w.fits() and not n.has(3) and not w.lean.any():
+        rows = ops.gather(packed(n, w), ids)
+        return ops.dequantize(rows, format=_FORMATS[bits], columns=columns).astype(n.dtype(2))
+    if not in_bytes:
+        table = param(n, f"{name}.bytes", lambda: _nibbles(integers()))
+    q, scale = (ops.gather(v, ids) for v in (table, n.value(2)))
+    q, zero = of_bytes(q, bits)[..., :columns].astype(f32), constant(middle, f32)
+    if n.has(3):
+        least = ops.gather(n.value(3), ids)
+        zero = of_bytes(least, bits)[..., : scales.shape[-1]].astype(f32) if in_bytes else least.astype(f32) + middle
+        zero = spread(zero, q, q.rank - 1, block)
+    return ((q - zero) * spread(scale, q, q.rank - 1, block).astype(f32)).astype(n.dtype(2))
+
+
+def _nibbles(q: np.ndarray) -> np.ndarray:
+    """Integers of 4 bits, two in a byte."""
+    q = np.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, q.shape[-1] % 2)])
+    return q[..., 0::2] | q[..., 1::2] << 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlx.frontends.onnx import quantities
 from rlx.frontends.onnx.call import Call
+from rlx.frontends.onnx.ops import blocks
 from rlx.frontends.onnx.table import handler
 from rlx.ir import functions, ops
 from rlx.ir.node import Value
@@ -14,9 +15,14 @@ _UNROLLED = 64  # rows of a matrix whose determinant is unrolled
 @handler("MatMul")
 def matmul(n: Call) -> Value:
     """numpy's matmul: an operand of one dim is a row or a column, whose dim the result lacks."""
-    x, y = n.value(0), n.value(1)
-    sums = quantities.matmul_of(n, x, y)
-    return product(x, y) if sums is None else sums
+    return joint(n, n.value(0), n.value(1))
+
+
+def joint(n: Call, x: Value, y: Value, turned: tuple[bool, bool] = (False, False)) -> Value:
+    """The product, on integers or packed weights where operands were dequantised. `turned`: matrices to be transposed."""
+    out = quantities.matmul_of(n, x, y, turned)
+    out = blocks.matmul_of(n, x, y, turned[1]) if out is None and not turned[0] else out
+    return product(x.T if turned[0] else x, y.T if turned[1] else y) if out is None else out
 
 
 def product(x: Value, y: Value) -> Value:
@@ -28,10 +34,7 @@ def product(x: Value, y: Value) -> Value:
 
 @handler("Gemm", since=7)
 def gemm(n: Call) -> Value:
-    turned = bool(n.attr("transA", 0)), bool(n.attr("transB", 0))
-    out = quantities.matmul_of(n, n.value(0), n.value(1), turned)
-    if out is None:
-        out = ops.matmul(*(v.T if t else v for v, t in zip((n.value(0), n.value(1)), turned)))
+    out = joint(n, n.value(0), n.value(1), (bool(n.attr("transA", 0)), bool(n.attr("transB", 0))))
     out = _scaled(out, n.attr("alpha", 1.0))
     return out + _scaled(n.value(2), n.attr("beta", 1.0)) if n.has(2) else out
 

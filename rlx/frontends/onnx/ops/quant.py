@@ -45,13 +45,10 @@ def quantize_linear(n: Call) -> Value:
 @handler("DequantizeLinear", since=10)
 @handler("DequantizeLinear", domain=MS)
 def dequantize_linear(n: Call) -> Value:
-    scale, block = n.value(1), n.attr("block_size", 0)
-    axis = n.attr("axis", 1) % max(n.rank(0), 1)
-    q = Quantity(n.value(0), scale, n.maybe(2), axis)
-    wanted = n.attr("output_dtype", 0)
-    out = dequantised(q, block).astype(dtype_of(n, wanted) if wanted else scale.dtype)
-    if not block:
-        n.scope.importer.quantities[out] = q
+    scale, wanted = n.value(1), n.attr("output_dtype", 0)
+    q = Quantity(n.value(0), scale, n.maybe(2), n.attr("axis", 1) % max(n.rank(0), 1), n.attr("block_size", 0))
+    out = dequantised(q).astype(dtype_of(n, wanted) if wanted else scale.dtype)
+    n.scope.importer.quantities[out] = q
     return out
 
 
