@@ -263,7 +263,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.worker:
         out, seconds = STARTS[args.worker[0]](Path(args.worker[1]), args.threads)
-        seconds["all"] = time.monotonic() - args.begun
+        seconds |= {"all": time.monotonic() - args.begun, "CPU": time.process_time()}
         said = {**seconds, "peak": peak_bytes(), "first values": [float(v) for v in out.reshape(-1)[:8]]}
         print(json.dumps({**said, "compiler": "libllvmlite" in Path("/proc/self/maps").read_text()}))
         return
@@ -284,7 +284,7 @@ def main() -> None:
     about = header(*(p for p in ("onnxruntime", "openvino", "ctranslate2", "llvmlite") if _installed(p)))
     parts = ("of it setting weights", "of it the load") if encoder else ()
     columns = ["start", "import, ms", "first result after it, ms", *parts, "process start to it, ms"]
-    columns += ["peak memory, MB", "install, MB"]
+    columns += ["CPU time, ms", "peak memory, MB", "install, MB"]
     rows = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|", *(_row(engine, runs, bool(parts)) for engine in engines)]
     print(about, *rows, sep="\n")
     if args.write:
@@ -301,7 +301,7 @@ def _row(engine: str, runs: dict[str, list[dict[str, Any]]], parts: bool) -> str
     if engine in LATER and any(run["compiler"] for run in found):
         raise SystemExit("a start from a file loaded the compiler")
     cells = []
-    for phase in ("import", "first", *(("weights", "load") if parts else ()), "all"):
+    for phase in ("import", "first", *(("weights", "load") if parts else ()), "all", "CPU"):
         times = [run[phase] * 1e3 for run in found if phase in run]
         cells.append(f"{statistics.median(times):.0f} ({min(times):.0f})" if times else "")
     peak = statistics.median(run["peak"] for run in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 import numpy as np
@@ -19,6 +20,7 @@ from rlx.errors import (
     InputShapeError,
     MissingInputError,
     ModelError,
+    OptionError,
     OutOfMemoryError,
     UnknownNameError,
     Unsupported,
@@ -70,6 +72,26 @@ def test_large_initialisers_of_a_file_are_mapped_and_not_copied(tmp_path):
     assert source.model.ByteSize() < 400 < w.nbytes and source.model.graph.initializer[0].dims == [300, 5]
 
 
+def resident(path):
+    """Bytes of a mapped file that are in this process's memory."""
+    with open("/proc/self/smaps") as f:
+        maps = re.split(r"^(?=[0-9a-f]+-)", f.read(), flags=re.M)
+    return sum(int(found[1]) << 10 for m in maps if str(path) in m and (found := re.search(r"^Rss: +(\d+)", m, re.M)))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="the system does not say which pages are in memory")
+def test_a_model_that_runs_holds_its_weights_once(tmp_path):
+    """Packed: the pages of the file are given back, also those of weights too large to be copied before they are packed."""
+    w = np.ones((1 << 16, 33), np.float32)  # 8.7 MB
+    net = model([helper.make_node("MatMul", ["x", "w"], ["y"])], [info("x", [1, 1 << 16])], [info("y", [1, 33])], {"w": w})
+    onnx.save(net, tmp_path / "large.onnx")
+    net = OnnxModel(tmp_path / "large.onnx")
+    assert resident(tmp_path / "large.onnx") == 0
+    x = np.ones((1, 1 << 16), np.float32)
+    assert net(x).tolist() == [[65536] * 33]
+    assert net.executable({"x": x}).memory_plan().regions["params"] == 0 and resident(tmp_path / "large.onnx") == 0
+
+
 def test_a_truncated_file_is_named_and_its_damage_placed(tmp_path):
     data = linear()[0].SerializeToString()
     for cut in (0, 1, 20, len(data) // 2, len(data) - 1):
@@ -109,7 +131,7 @@ def test_external_data_is_mapped_from_the_folder_of_the_model(tmp_path):
 
 @pytest.mark.parametrize("changes,message", [
     ({"location": "../w.bin"}, "no path inside"), ({"location": "/etc/passwd"}, "no path inside"),
-    ({"location": ""}, "no path inside"), ({"location": "gone.bin"}, "is missing"),
+    ({"location": ""}, "no path inside"), ({"location": "gone.bin"}, r"gone\.bin is missing; .*net\.onnx: tensor 'w' is in it"),
     ({"location": "link.bin"}, "a link to outside"), ({"offset": 8000}, "which has 6000"), ({"offset": -4}, "-4 on"),
     ({"offset": "many"}, "many on"), ({"length": 10}, "takes 6000 bytes, and is given as 10"),
 ])  # fmt: skip
@@ -226,6 +248,10 @@ def test_inputs_that_hold_axes_are_compiled_in_and_compiled_again_when_they_chan
     with pytest.raises(Unsupported, match="node 0 Reshape needs the contents of operand 1.*input 'to': give values="):
         rlx.from_onnx(proto)
     assert rlx.from_onnx(proto, values={"to": [12, 1]}).outputs[0].shape == (12, 1)
+    with pytest.raises(Unsupported, match="input 'to': its contents 'ab' are no array of int64"):
+        rlx.from_onnx(proto, values={"to": "ab"})
+    with pytest.raises(Unsupported, match=r"hold 2 elements.* \(compiled for the contents of inputs: 'to' = \[2, 1\]\)"):
+        net(x, np.array([2, 1]))
 
 
 def test_arguments_are_checked():
@@ -239,6 +265,33 @@ def test_arguments_are_checked():
             net.run(given)
     with pytest.raises(BindingError, match="1 inputs"):
         net(x, x)
+    with pytest.raises(BindingError, match="'x' is given by position and by name"):
+        net(x, x=x)
+    with pytest.raises(BindingError, match="or a list of arrays by position; got ndarray"):
+        net.run(x)
+    with pytest.raises(BindingError, match="lists of different lengths"):
+        net([[1.0], [1.0, 2.0]])
+    assert net([[1] * 300]).shape == (1, 5)  # numbers in lists have no dtype yet
+
+
+def test_numbers_in_lists_must_fit_the_dtype_of_the_input():
+    net = OnnxModel(model([helper.make_node("Neg", ["x"], ["y"])], [info("x", [2], I64)], [info("y", [2], I64)]))
+    assert net([1, 2]).tolist() == [-1, -2] and net([1.0, 2.0]).tolist() == [-1, -2]
+    with pytest.raises(InputDTypeError, match="int64, which does not hold all of the numbers"):
+        net([0.5, 2])
+
+
+def test_sizes_and_contents_that_are_none_are_refused():
+    proto = linear()[0]
+    with pytest.raises(UnknownNameError, match="no input has a dim called 'rows'; there are 'n'"):
+        rlx.from_onnx(proto, dims={"rows": 2})
+    for dims in ({"n": "2"}, {"n": -1}, [2]):
+        with pytest.raises(OptionError, match="dims are {name: size}"):
+            rlx.from_onnx(proto, dims=dims)
+    with pytest.raises(OptionError, match="states is a number of rows, got 0"):
+        OnnxModel(proto, states=0)
+    with pytest.raises(ModelError, match=r"no past… inputs with present… outputs"):
+        OnnxModel(proto, states=8)
 
 
 def test_weights_that_came_with_a_graph_are_set_by_every_way_to_compile():

@@ -45,10 +45,12 @@ def test_the_backend_runs_models_and_nodes_by_position_and_by_name():
     assert prepared.run([a, b])[0].shape == prepared.run({"a": a, "b": b})[0].shape == (2, 2)
     with pytest.raises(rlx.errors.BindingError, match="2 inputs"):
         prepared.run([a, b, a])
+    with pytest.raises(rlx.errors.BindingError, match="node Add has 2 operands .*, got 3 by position"):
+        backend.run_node(node, [a, b, a])
 
 
 def test_devices_of_the_backend():
-    assert backend.supports_device("CPU") and not backend.supports_device("NPU")
+    assert backend.supports_device("CPU") and not backend.supports_device("NPU") and not backend.supports_device(None)
     assert backend.supports_device("CUDA") == rlx.is_available("cuda")
 
 

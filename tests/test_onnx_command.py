@@ -58,6 +58,9 @@ def test_run_takes_artifacts_of_graphs(file, tmp_path, capsys):
     (("--random", "--dim", "n"), "--dim is name=size"),
     (("--input", "z=a.npy"), "there is no such input; there are 'x'"),
     (("--input", "x=none.npy"), "none.npy cannot be read as a .npy file"),
+    (("--input", "x"), "--input is name=file.npy; got 'x'"), (("--input", "x="), "--input is name=file.npy; got 'x='"),
+    (("--input", "x=a.npy", "--input", "x=b.npy"), "--input x is given twice: a.npy and b.npy"),
+    (("--random", "--dim", "n=1", "--graph", "net"), "--graph is for artifact files"),
 ])  # fmt: skip
 def test_wrong_arguments_of_run_are_named(args, message, file, capsys):
     assert message in says(capsys, "run", file, *args, fails=True)
@@ -70,9 +73,59 @@ def test_wrong_arrays_are_named(file, tmp_path, capsys):
     assert "f32[n,40], got dims [3, 41]" in says(capsys, "run", file, "--input", f"x={tmp_path}/x.npy", fails=True)
 
 
+def test_files_that_are_no_array_and_arrays_of_another_size_are_named(file, tmp_path, capsys):
+    np.savez(tmp_path / "several.npz", np.zeros(3))
+    (tmp_path / "empty.npy").write_bytes(b"")
+    for name in ("several.npz", "empty.npy"):
+        said = says(capsys, "run", file, "--input", f"x={tmp_path / name}", fails=True)
+        assert f"{name} cannot be read as a .npy file: it does not begin as one" in said
+    np.save(tmp_path / "x.npy", np.zeros((3, 40), np.float32))
+    said = says(capsys, "run", file, "--input", f"x={tmp_path}/x.npy", "--dim", "n=2", fails=True)
+    assert "input 'x' is f32[n,40], got dims [3, 40], and n is 2 elsewhere" in said
+
+
+def test_inputs_without_dims_are_given_and_sequences_are_for_python(tmp_path, capsys):
+    onnx.save(model([helper.make_node("Neg", ["x"], ["y"])], [info("x")], [info("y")]), tmp_path / "open.onnx")
+    said = says(capsys, "run", tmp_path / "open.onnx", "--random", fails=True)
+    assert "'x' has no declared dims: give it, --input x=file.npy" in said
+    np.save(tmp_path / "x.npy", np.ones((2, 3), np.float32))
+    assert "2x3" in says(capsys, "run", tmp_path / "open.onnx", "--input", f"x={tmp_path}/x.npy")
+    lists = helper.make_tensor_sequence_value_info("x", 1, [2])
+    net = model([helper.make_node("SequenceLength", ["x"], ["y"])], [lists], [info("y", [], 7)])
+    onnx.save(net, tmp_path / "lists.onnx")
+    assert "input 'x' is a sequence, and a .npy file holds one array" in says(capsys, "run", tmp_path / "lists.onnx", fails=True)
+    assert "inputs: x sequence" in says(capsys, "inspect", tmp_path / "lists.onnx", "--files")
+
+
+def test_every_output_has_a_file_of_its_own_and_bf16_reads_back(tmp_path, capsys):
+    nodes = [helper.make_node("Neg", ["x"], [name]) for name in ("a/b", "a_b")]
+    outs = [info(n, [2], onnx.TensorProto.BFLOAT16) for n in ("a/b", "a_b")]
+    onnx.save(model(nodes, [info("x", [2], onnx.TensorProto.BFLOAT16)], outs), tmp_path / "net.onnx")
+    says(capsys, "run", tmp_path / "net.onnx", "--random", "--output", tmp_path / "out")
+    assert sorted(f.name for f in (tmp_path / "out").iterdir()) == ["a_b.1.npy", "a_b.npy"]
+    assert "bfloat16" in says(capsys, "run", tmp_path / "net.onnx", "--input", f"x={tmp_path}/out/a_b.npy")
+
+
+def test_options_that_a_model_does_not_have_are_refused(file, tmp_path, capsys):
+    saved = "save", file, tmp_path / "net.rlx", "--dim", "n=2"
+    assert "--capacity: the sizes of" in says(capsys, *saved, "--capacity", 9, fails=True)
+    assert "no input has a dim of this name" in says(capsys, "inspect", file, "--dim", "m=2", fails=True)
+    assert "w" in says(capsys, "inspect", file, "--params").partition("tensors")[2]
+    assert "which has no tokenizer: `rlx run`" in says(capsys, "generate", file, "hello", fails=True)
+    says(capsys, *saved, "--no-weights")
+    assert "was saved without its weights ('b', 'w')" in says(capsys, "run", tmp_path / "net.rlx", "--random", fails=True)
+
+
+def test_bench_times_artifacts_of_graphs(file, tmp_path, capsys):
+    says(capsys, "save", file, tmp_path / "net.rlx", "--dim", "n=2")
+    facts = json.loads(says(capsys, "bench", tmp_path / "net.rlx", "--seconds", "0", "--json"))
+    assert facts["results"][0]["what"] == "run on x f32[2,40]"
+    assert "runs/s" in says(capsys, "bench", tmp_path / "net.rlx", "--seconds", "0")
+
+
 def test_inspect_verify_bench_and_explain_take_onnx_models(file, tmp_path, capsys):
     out = says(capsys, "inspect", file)
-    assert "opsets ai.onnx 21" in out and "inputs: x f32[n,40]" in out and "1 MatMul, 1 Add" in out and "--dim name=size" in out
+    assert "opsets ai.onnx 21" in out and "inputs: x f32[n,40]" in out and "1 MatMul, 1 Add" in out and "as --dim n=1" in out
     assert "what would be compiled" in says(capsys, "inspect", file, "--dim", "n=3")
     out = says(capsys, "verify", file, "--dim", "n=3")
     assert "the memory plan is sound" in out and "ONNX Runtime" in out

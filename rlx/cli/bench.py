@@ -17,7 +17,6 @@ from rlx.records import record
 if TYPE_CHECKING:
     from rlx.frontends.embedding import EmbeddingModel
     from rlx.frontends.language import LanguageModel
-    from rlx.frontends.onnx import OnnxModel
     from rlx.ir.cost import Roofline
     from rlx.runtime import CompiledGraph
 
@@ -71,7 +70,7 @@ def bench(
 
         rlx bench model.q4_k.gguf --length 512 --threads 4 --json
     """
-    from rlx.cli.run import open_onnx
+    from rlx.cli.run import arrays, holds_graphs, open_onnx, stored
     from rlx.frontends.embedding import EmbeddingModel
     from rlx.frontends.load import load
     from rlx.runtime import CompileOptions, Session
@@ -83,7 +82,11 @@ def bench(
         if model.suffix == ".onnx":
             net, inputs = open_onnx(model, bars, given, dim, True, device, threads, tune)
             loaded = time.perf_counter() - begun
-            prepared = _onnx(net, inputs)
+            prepared = _graph(net.executable(inputs), inputs)
+        elif holds_graphs(model):
+            compiled = stored(model, None, device, threads)
+            loaded = time.perf_counter() - begun
+            prepared = _graph(compiled, arrays({d.name: d.shape for d in compiled.inputs}, given, dim))
         else:
             how = _of_language(model, batch, length + new_tokens, cache, bars)
             found = load(model, session=session, options=options, **how)
@@ -140,11 +143,11 @@ def _encoder(model: EmbeddingModel, batch: int, length: int) -> Callable[[float]
     return results
 
 
-def _onnx(model: OnnxModel, inputs: dict[str, Any]) -> Callable[[float], Results]:
+def _graph(compiled: CompiledGraph | None, inputs: dict[str, Any]) -> Callable[[float], Results]:
     """A run of a graph counts as one token, so that the rate is in runs."""
     from rlx.errors import Unsupported
 
-    if (compiled := model.executable(inputs)) is None:
+    if compiled is None:
         raise Unsupported("all outputs of the model are known without a run: there is nothing to time")
     call = compiled.bound({d.name: inputs[d.name] for d in compiled.inputs})
     dims = ", ".join(f"{d.name} {d.shape}" for d in compiled.inputs)
@@ -256,7 +259,7 @@ def _print(facts: dict[str, Any], roofline: Roofline | None) -> None:
         share = (timed(limit), f"{limit / r['median_seconds']:.0%}", r["bound"]) if limit else ("?", "", "")
         rate = f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
         rows.append((r["what"], timed(r["median_seconds"]), timed(r["p90_seconds"]), rate, *share))
-    rate = "runs/s" if facts["model"].endswith(".onnx") else "tokens/s"
+    rate = "runs/s" if facts["results"][0]["what"].startswith("run on") else "tokens/s"
     show.table("", ("run", "median", "p90", rate, "limit", "reached", "bound by"), rows)
     if roofline is not None:
         rates = ", ".join(f"{rate / 1e9:.0f} GFLOP/s {kind}" for kind, rate in roofline.operations.items())

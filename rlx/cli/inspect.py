@@ -13,7 +13,7 @@ import typer
 
 from rlx.cli import options as o
 from rlx.cli.progress import Bars
-from rlx.errors import CorruptFileError, RlxError
+from rlx.errors import CorruptFileError, OptionError, RlxError
 
 if TYPE_CHECKING:
     from rlx.frontends.embedding import EmbeddingModel
@@ -53,7 +53,7 @@ def inspect(
         return _artifact(path)
     session, options = Session(device, threads), CompileOptions()
     if path.suffix == ".onnx":
-        graphs = _onnx(path, dim, given, compiled)
+        graphs = _onnx(path, dim, given, params, compiled)
         return _planned(graphs, session, options) if graphs else None
     found = load(path, session=session, options=options)
     print(o.printable(f"{path}: {'encoder' if isinstance(found, EmbeddingModel) else 'language model'}"))
@@ -62,31 +62,36 @@ def inspect(
         _planned(graphs, session, options)
 
 
-def _onnx(path: Path, dim: list[str] | None, given: list[str] | None, compiled: bool) -> list[Graph]:
+def _onnx(path: Path, dim: list[str] | None, given: list[str] | None, params: bool, compiled: bool) -> list[Graph]:
     """Prints the model, and returns its graph if the sizes of all dims are given."""
-    from rlx.cli import show
-    from rlx.cli.run import arrays, sizes
+    from rlx.cli.run import arrays, check_dims, declared, sizes
     from rlx.frontends.load import load
-    from rlx.ir.shown import sized
 
     net = load(path)
-    proto = net.proto
+    proto, weights = net.proto, net.initialisers()
+    check_dims(sizes(dim), (i.shape for i in net.inputs))
+    from rlx.frontends.onnx.proto import stored
+    from rlx.ir.dtype import as_dtype
+
     opsets = ", ".join(f"{o.domain or 'ai.onnx'} {o.version}" for o in proto.opset_import)
     made = f", made by {proto.producer_name} {proto.producer_version}".rstrip() if proto.producer_name else ""
     print(o.printable(f"{path}: ONNX model of IR version {proto.ir_version}, opsets {opsets}{made}"))
     for label, found in (("inputs", net.inputs), ("outputs", net.outputs)):
-        print(o.printable(f"  {label}: " + ", ".join(f"{i.name} {i.shape or '(no declared dims)'}" for i in found)))
+        shown = (f"{i.name} {i.shape or ('(no declared dims)' if i.kind == 'tensor' else i.kind)}" for i in found)
+        print(o.printable(f"  {label}: " + ", ".join(shown)))
     ops = Counter(n.op_type for n in proto.graph.node)
     print(o.printable("  nodes: " + ", ".join(f"{count} {name}" for name, count in ops.most_common())))
-    kinds = Counter[str]()
-    for array in net.initialisers().values():
-        kinds[array.dtype.name] += array.nbytes
-    show.table("weights", ("dtype", "bytes"), [(name, sized(n)) for name, n in kinds.items()])
-    dims = {str(d) for i in net.inputs for d in (i.shape.dims if i.shape else ("",)) if not isinstance(d, int)}
-    if not compiled or dims - sizes(dim).keys():
-        print("give the sizes of named dims (--dim name=size) for the program that it would become" if compiled else "")
+    rows = [(n, a.dtype.name, as_dtype(stored(a.dtype)).name, a.shape, a.nbytes) for n, a in weights.items()]
+    _weights(rows, params)
+    if not compiled:
         return []
-    return [net.imported(arrays({i.name: i.shape for i in net.inputs}, given, dim)).graph]
+    try:
+        return [net.imported(arrays(declared(net, given), given, dim)).graph]
+    except OptionError as e:
+        if given:
+            raise
+        print(o.printable(f"the program that it would become is not shown: {e}"))
+        return []
 
 
 def _encoder(model: EmbeddingModel, params: bool) -> list[Graph]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +12,7 @@ import typer
 
 from rlx.cli import options as o
 from rlx.cli.progress import Bars
-from rlx.errors import OptionError, RlxError, Unsupported, known
+from rlx.errors import ModelError, OptionError, RlxError, Unsupported, known
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,9 +54,14 @@ def run(
 
     if output is not None and output.exists() and not output.is_dir():
         raise RlxError(f"cannot write to {output}: it is no folder")
+    of_file = begins_with(model)
+    if graph is not None and not of_file:
+        raise OptionError(f"--graph is for artifact files, and {model} is none")
+    if tune and of_file:
+        raise OptionError(f"--tune is for compiles, and {model} is an artifact file, whose programs are compiled")
     begun = time.perf_counter()
     with Bars() as bars:
-        if begins_with(model):
+        if of_file:
             opened = stored(model, graph, device, threads)
             inputs = arrays({d.name: d.shape for d in opened.inputs}, given, dim, random, seed)
             compiled: CompiledGraph | None = opened
@@ -79,8 +84,8 @@ def run(
         print(f"run in {(done - loaded) * 1e3:.2f} ms, {sized(memory)}")
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-        for name, x in flat.items():
-            np.save(output / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}.npy", x)
+        for file, x in zip(_files(flat), flat.values()):
+            np.save(output / file, x)
         print(f"written to {output}")
 
 
@@ -90,11 +95,31 @@ def _flat(name: str, x: Any) -> list[tuple[str, Any]]:
     return [] if x is None else [(name, x)]
 
 
+def _files(names: Iterable[str]) -> list[str]:
+    """A file name for each output: its name without characters that a file name may not have, numbered if two are alike."""
+    found: dict[str, str] = {}
+    for name in names:
+        base = made = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+        while made in found:
+            made = f"{base}.{len(found)}"
+        found[made] = f"{made}.npy"
+    return list(found.values())
+
+
 def _range(x: np.ndarray) -> tuple[str, str, str]:
     if not x.size or x.dtype.kind not in "biufV":
         return "", "", ""
     wide = x.astype("float64")
     return f"{wide.min():.6g}", f"{wide.mean():.6g}", f"{wide.max():.6g}"
+
+
+def holds_graphs(path: Path) -> bool:
+    """True for an artifact file of graphs."""
+    from rlx.host.container import Container
+    from rlx.runtime.artifact import begins_with
+    from rlx.runtime.saving import GRAPHS
+
+    return begins_with(path) and Container(path, trust=True).manifest.get("kind") == GRAPHS  # nothing in it is executed
 
 
 def stored(path: Path, name: str | None, device: str, threads: int | None) -> CompiledGraph:
@@ -107,7 +132,10 @@ def stored(path: Path, name: str | None, device: str, threads: int | None) -> Co
         raise Unsupported(f"{path} holds a model that takes text: rlx embed or rlx generate runs it")
     if name not in file and (name is not None or len(file) > 1):
         raise OptionError(f"{path} holds the graphs {known(file)}: choose one with --graph")
-    return file[name or next(iter(file))]
+    compiled = file[name or next(iter(file))]
+    if missing := compiled.missing_params():
+        raise ModelError(f"{path} was saved without its weights ({known(missing)}): save it with them, or set them from Python")
+    return compiled
 
 
 # -- ONNX models in commands
@@ -124,9 +152,16 @@ def open_onnx(
     if path.suffix != ".onnx":
         raise OptionError(f"{path} is no .onnx file and no artifact file of graphs, which are what rlx run takes")
     net = load(path, session=Session(device, progress=bars.step), options=CompileOptions(threads=threads, tune=tune))
-    if lists := [i.name for i in net.inputs if i.shape is None]:
-        raise Unsupported(f"{path}: input {known(lists)} is a sequence, an optional or without declared dims: run it from Python")
-    return net, arrays({i.name: i.shape for i in net.inputs}, given, dim, random, seed)
+    if lists := [i.name for i in net.inputs if i.kind == "sequence"]:
+        how = "run the model from Python: rlx.load(path).run({name: [array, …]})"
+        raise Unsupported(f"{path}: input {known(lists)} is a sequence, and a .npy file holds one array; {how}")
+    return net, arrays(declared(net, given), given, dim, random, seed)
+
+
+def declared(net: OnnxModel, given: list[str] | None = None) -> dict[str, Shape | None]:
+    """The inputs that a run needs: those that are not optional, or that are given."""
+    files = {text.partition("=")[0] for text in given or ()}
+    return {i.name: i.shape for i in net.inputs if i.kind != "optional" or i.name in files}
 
 
 def sizes(dim: list[str] | None) -> dict[str, int]:
@@ -141,30 +176,39 @@ def sizes(dim: list[str] | None) -> dict[str, int]:
 
 
 def arrays(
-    inputs: Mapping[str, Shape | Any], given: list[str] | None, dim: list[str] | None, random: bool = True, seed: int = 0
+    inputs: Mapping[str, Shape | None], given: list[str] | None, dim: list[str] | None, random: bool = True, seed: int = 0
 ) -> Arrays:
     """An array for each input: of `--input name=file.npy`, or random of the declared dims with the sizes of `--dim`."""
     import numpy as np
 
-    files = {name: file for name, _, file in (text.partition("=") for text in given or ())}
-    if extra := sorted(files.keys() - inputs):
-        raise OptionError(f"--input {extra[0]}: there is no such input; there are {known(inputs)}")
-    made, bound, rng = {name: _read(name, file) for name, file in files.items()}, sizes(dim), np.random.default_rng(seed)
-    named = {str(d) for shape in inputs.values() for d in shape.dims if not isinstance(d, int)}
-    if extra := sorted(bound.keys() - named):
-        raise OptionError(f"--dim {extra[0]}: no input has a dim of this name; there are {known(named)}")
+    made, bound = {name: _read(name, file, inputs) for name, file in _pairs(given).items()}, sizes(dim)
+    check_dims(bound, inputs.values())
     for name, array in made.items():
-        bound.update({str(d): n for d, n in zip(inputs[name].dims, array.shape) if not isinstance(d, int)})
-    missing = [f"{name} {shape}" for name, shape in inputs.items() if name not in made]
+        shape = inputs[name]
+        for d, n in zip(shape.dims if shape else (), array.shape):
+            if not isinstance(d, int) and bound.setdefault(str(d), n) != n:
+                found = f"{list(array.shape)}, and {d} is {bound[str(d)]} elsewhere"
+                raise OptionError(f"input {name!r} is {shape}, got dims {found}")
+    missing = [f"{name} {shape or '(no declared dims)'}" for name, shape in inputs.items() if name not in made]
     if missing and not random:
         raise OptionError(f"no value for input {', '.join(missing)}: --input name=file.npy for each, or --random")
+    rng = np.random.default_rng(seed)
     for name, shape in inputs.items():
         if name in made:
             continue
+        if shape is None:
+            raise OptionError(f"input {name!r} has no declared dims: give it, --input {name}=file.npy")
         if left := [str(d) for d in shape.dims if not isinstance(d, int) and str(d) not in bound]:
             raise OptionError(f"input {name!r} is {shape}: give the size of {left[0]}, as --dim {left[0]}=1")
         made[name] = random_array(tuple(d if isinstance(d, int) else bound[str(d)] for d in shape.dims), shape.dtype, rng)
     return made
+
+
+def check_dims(given: Mapping[str, int], shapes: Iterable[Shape | None]) -> None:
+    """OptionError: no input has a dim of this name."""
+    named = {str(d) for shape in shapes if shape for d in shape.dims if not isinstance(d, int)}
+    if extra := sorted(given.keys() - named):
+        raise OptionError(f"--dim {extra[0]}: no input has a dim of this name; there are {known(named)}")
 
 
 def random_array(dims: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> Any:
@@ -174,10 +218,32 @@ def random_array(dims: tuple[int, ...], dtype: Any, rng: np.random.Generator) ->
     return rng.integers(0, 2, dims).astype(dtype.numpy)
 
 
-def _read(name: str, file: str) -> Any:
+def _pairs(given: list[str] | None) -> dict[str, str]:
+    """The files of `--input name=file.npy`."""
+    found: dict[str, str] = {}
+    for text in given or ():
+        name, _, file = text.partition("=")
+        if not name or not file:
+            raise OptionError(f"--input is name=file.npy; got {text!r}")
+        if name in found:
+            raise OptionError(f"--input {name} is given twice: {found[name]} and {file}")
+        found[name] = file
+    return found
+
+
+def _read(name: str, file: str, inputs: Mapping[str, Shape | None]) -> Any:
+    """The array in a .npy file. numpy writes elements that it does not have (bf16) as bytes."""
     import numpy as np
 
+    if name not in inputs:
+        raise OptionError(f"--input {name}: there is no such input; there are {known(inputs)}")
     try:
-        return np.load(file, allow_pickle=False)
-    except (OSError, ValueError) as e:
-        raise RlxError(f"--input {name}: {file or 'no file'} cannot be read as a .npy file: {e}") from None
+        with open(file, "rb") as f:
+            if f.read(6) != b"\x93NUMPY":
+                raise ValueError("it does not begin as one")
+            f.seek(0)
+            array = np.load(f, allow_pickle=False)
+    except (OSError, ValueError, EOFError, MemoryError) as e:
+        raise RlxError(f"--input {name}: {file} cannot be read as a .npy file: {e}") from None
+    kind = shape.dtype.numpy if (shape := inputs[name]) else array.dtype
+    return array.view(kind) if array.dtype == f"V{kind.itemsize}" else array

@@ -52,6 +52,8 @@ def save(
     shapes = [_shape(text) for text in shape] if shape else None
     with Bars() as bars:
         if place.suffix == ".onnx":
+            if shapes or capacity is not None:
+                raise OptionError(f"{'--shape' if shapes else '--capacity'}: the sizes of {place} are given by --dim")
             from rlx.cli.run import open_onnx
 
             net, inputs = open_onnx(place, bars, given, dim, True, device, threads, tune)

@@ -10,6 +10,7 @@ the file before, but truncating it while such an array is packed kills the proce
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import threading
 import weakref
@@ -137,6 +138,16 @@ def in_memory(array: np.ndarray) -> np.ndarray:
     return made
 
 
+def drop_pages(array: np.ndarray) -> None:
+    """Give back the memory of a mapped file's pages that hold this array. Pages that are touched later are read again."""
+    found: object = array
+    while found is not None and not isinstance(found, mmap.mmap):
+        found = found.obj if isinstance(found, memoryview) else getattr(found, "base", None)
+    if found is not None and (place := mapping(array)) is not None and hasattr(mmap, "MADV_DONTNEED"):
+        first = place[1] // mmap.PAGESIZE * mmap.PAGESIZE
+        found.madvise(mmap.MADV_DONTNEED, first, place[1] + place[2] - first)
+
+
 def in_threads(jobs: Sequence[Callable[[], None]], threads: int) -> None:
     """Run all jobs on `threads` threads, the calling one included. The first error stops the others and is raised."""
     todo, failed = iter(jobs), []
@@ -162,4 +173,6 @@ def in_threads(jobs: Sequence[Callable[[], None]], threads: int) -> None:
         raise failed[0]
 
 
-__all__ = ["Mapped", "check", "check_same", "copy", "in_memory", "in_threads", "map_file", "mapping", "read", "register"]
+__all__ = [
+    "Mapped", "check", "check_same", "copy", "drop_pages", "in_memory", "in_threads", "map_file", "mapping", "read", "register",
+]  # fmt: skip

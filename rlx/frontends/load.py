@@ -96,6 +96,11 @@ def load_decoder(path: str | PathLike[str], **how: Any) -> LanguageModel:
     from rlx.frontends.language import LanguageModel
 
     place = model_path(path)
+    if place.suffix == ".onnx":
+        raise Unsupported(
+            f"{place} is an ONNX model, which has no tokenizer: `rlx run` runs it on arrays; in Python, "
+            "rlx.load(path, states=2048) keeps its past and present between runs"
+        )
     return _stored(place, "decoder", **how) if begins_with(place) else LanguageModel(place, **how)
 
 

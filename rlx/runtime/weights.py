@@ -146,6 +146,8 @@ class Weights:
                 given[self.decls[name].id] = value if isinstance(value, DeviceArray) else files.in_memory(value)
         if steps:
             self.executable.prepare(steps, given, alone)
+        for array in (a for a in given.values() if isinstance(a, np.ndarray)):
+            files.drop_pages(array)  # of a large one, which was read from the mapping: its packed copy is enough
 
     def in_memory(self, names: Iterable[str] | None = None) -> AbstractContextManager[None]:
         """All experts of these params (of all) are in memory meanwhile, also those that are not resident."""

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx.backend import base
 
-from rlx.errors import DeviceError
+from rlx.errors import BindingError, DeviceError, known
 from rlx.frontends.onnx.model import OnnxModel
 from rlx.runtime import Session
 
@@ -49,7 +49,10 @@ class RlxBackend(base.Backend):
         outputs_info: Sequence[tuple[np.dtype, tuple[int, ...]]] | None = None, **kwargs: Any,
     ) -> tuple[Any, ...]:  # fmt: skip
         """The results of one node. `opset_version`: of the node's domain; the newest by default."""
-        given = dict(inputs) if isinstance(inputs, Mapping) else dict(zip((n for n in node.input if n), inputs))
+        names = [n for n in node.input if n]
+        if not isinstance(inputs, Mapping) and len(inputs) > len(names):
+            raise BindingError(f"node {node.op_type} has {len(names)} operands ({known(names)}), got {len(inputs)} by position")
+        given = dict(inputs) if isinstance(inputs, Mapping) else dict(zip(names, inputs))
         makes = onnx.helper.make_tensor_value_info
         infos = [makes(n, _code(np.asarray(x)), np.shape(x)) for n, x in given.items()]
         outs = [onnx.helper.make_empty_tensor_value_info(n) for n in node.output if n]
@@ -64,7 +67,7 @@ class RlxBackend(base.Backend):
     def supports_device(cls, device: str) -> bool:
         """True for CPU, and for CUDA where a GPU can be used."""
         try:
-            return bool(Session(_device(device)))
+            return isinstance(device, str) and bool(Session(_device(device)))
         except DeviceError:
             return False
 

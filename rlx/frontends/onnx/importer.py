@@ -18,7 +18,7 @@ from rlx.errors import GraphError, RlxError, UnknownNameError, Unsupported, know
 from rlx.frontends.onnx import functions
 from rlx.frontends.onnx.call import UNROLLED, Call, NotKnown, Operand, Refused
 from rlx.frontends.onnx.counted import Bound, follow
-from rlx.frontends.onnx.proto import Source, dims_of, numpy_type, stored
+from rlx.frontends.onnx.proto import Source, check_dims, dims_of, numpy_type, stored
 from rlx.frontends.onnx.states import following
 from rlx.frontends.onnx.structure import opsets, schema_of
 from rlx.frontends.onnx.table import find
@@ -256,7 +256,10 @@ class Importer:
         code = kind.tensor_type.elem_type
         host = numpy_type(code, f"input {name!r}")
         if given is not Ellipsis and not isinstance(given, Shape):
-            return np.asarray(given, host)
+            try:
+                return np.asarray(given, host)
+            except (ValueError, TypeError, OverflowError):
+                raise Refused(f"input {name!r}: its contents {given!r:.60} are no array of {host}") from None
         dtype = as_dtype(stored(host))
         if given is Ellipsis:
             if not kind.tensor_type.HasField("shape"):
@@ -458,6 +461,7 @@ def from_onnx(
 
     ModelError: the file is damaged. Unsupported: lists every node that is refused."""
     source = model if isinstance(model, Source) else Source(model)
+    check_dims(source, dims or {})
     if extra := (values or {}).keys() - {i.name for i in source.inputs}:
         have = known(i.name for i in source.inputs)
         raise UnknownNameError(f"{source.name}: the model has no input {known(extra)}; it has {have}")
@@ -485,4 +489,6 @@ def check(importer: Importer) -> None:
     found = [f"{why}, and they depend on input {name!r}: give values={{{name!r}: …}}" for name, why in importer.wanted.items()]
     if refusals := list(dict.fromkeys(importer.refusals + found)):
         title = "a node is refused" if len(refusals) == 1 else f"{len(refusals)} nodes are refused"
-        raise Unsupported(f"{importer.source.name}: {title}: " + "; ".join(refusals))
+        inside = [f"{n!r} = {x.tolist()!s:.60}" for n, x in importer.given.items() if isinstance(x, np.ndarray)]
+        about = f" (compiled for the contents of inputs: {', '.join(inside)})" if inside else ""
+        raise Unsupported(f"{importer.source.name}: {title}: {'; '.join(refusals)}{about}")

@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx
 
-from rlx.errors import BindingError, InputDTypeError, InputShapeError, MissingInputError, UnknownNameError, known
+from rlx.errors import (
+    BindingError,
+    InputDTypeError,
+    InputShapeError,
+    MissingInputError,
+    ModelError,
+    OptionError,
+    UnknownNameError,
+    known,
+)
 from rlx.forks import Lock
 from rlx.frontends.onnx.importer import Importer, check, flat, from_onnx, imported
 from rlx.frontends.onnx.proto import Source, dims_of, numpy_type, stored
@@ -26,10 +35,12 @@ REMEMBERED = 32  # compiled signatures of a model; the oldest is dropped first
 
 
 class Input(NamedTuple):
-    """An input or output of a model. `shape`: None for a sequence, and where the model does not declare it."""
+    """An input or output of a model. `shape`: None for a sequence, and where the model does not declare it. `kind`: "tensor",
+    "sequence" or "optional"."""
 
     name: str
     shape: Shape | None
+    kind: str = "tensor"
 
 
 class _Compiled(NamedTuple):
@@ -52,12 +63,17 @@ class OnnxModel(Shown):
         for them (past_key_values.0.key and present.0.key), which are then no arguments and results of a run; attention_mask is
         given for the filled rows and the new ones, and padded for the others.
 
-        ModelError: the file is damaged, or contradicts itself. Unsupported nodes are refused by the first run, or `compile`."""
+        ModelError: the file is damaged, or contradicts itself, or it has no inputs for `states`. Unsupported nodes are refused
+        by the first run, or `compile`."""
+        if states is not None and (not isinstance(states, int) or states < 1):
+            raise OptionError(f"states is a number of rows, got {states!r}")
         self._source = model if isinstance(model, Source) else Source(model)
         self.session, self.options, self.states = session or Session(device), options or CompileOptions(), states
         self.reasons: list[str] = []
         self.filled = 0  # rows of the states
         self._pairs = pairs(self._source) if states else {}
+        if states and not self._pairs:
+            raise ModelError(f"{self._source.name} has no past… inputs with present… outputs, which states= is for: leave it out")
         self._in_place = in_place(self._source, self._pairs)
         self._kinds = {i.name: i.type for i in self._source.inputs if i.name not in self._pairs}
         gone = set(self._pairs.values())
@@ -84,11 +100,11 @@ class OnnxModel(Shown):
     @property
     def inputs(self) -> tuple[Input, ...]:
         """Name and shape of every input. Named dims may have any size."""
-        return tuple(Input(name, _declared(name, kind)) for name, kind in self._kinds.items())
+        return tuple(Input(name, _declared(name, kind), _sort(kind)) for name, kind in self._kinds.items())
 
     @property
     def outputs(self) -> tuple[Input, ...]:
-        return tuple(Input(o.name, _declared(o.name, o.type)) for o in self._outputs)
+        return tuple(Input(o.name, _declared(o.name, o.type), _sort(o.type)) for o in self._outputs)
 
     # -- graphs and executables
 
@@ -127,8 +143,10 @@ class OnnxModel(Shown):
     def run(self, inputs: Mapping[str, Any] | Sequence[Any]) -> Any:
         """Run once on arrays: lists of them for sequences, None for an optional that is absent. Returns a fresh array for each
         output (or a list, or None): {name: array} for inputs by name, a list for inputs by position."""
-        if not isinstance(inputs, Mapping):
+        if isinstance(inputs, (list, tuple)):
             return list(self.run(self._named(inputs)).values())
+        if not isinstance(inputs, Mapping):
+            raise BindingError(f"run takes {{name: array}}, or a list of arrays by position; got {type(inputs).__name__}")
         with self._lock:
             given = self._given(inputs)
             found = self._get(given)
@@ -145,7 +163,10 @@ class OnnxModel(Shown):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run once on inputs by position and by name. Returns an array, or a tuple if the model has several outputs."""
-        results = tuple(self.run({**self._named(args), **kwargs}).values())
+        given = self._named(args)
+        if twice := given.keys() & kwargs:
+            raise BindingError(f"input {known(twice)} is given by position and by name")
+        results = tuple(self.run({**given, **kwargs}).values())
         return results[0] if len(results) == 1 else results
 
     def reset(self) -> None:
@@ -243,6 +264,10 @@ class OnnxModel(Shown):
         return "; ".join(changed) or "dropped, as too many were kept"
 
 
+def _sort(kind: onnx.TypeProto) -> str:
+    return next((n for n in ("sequence", "optional") if kind.HasField(f"{n}_type")), "tensor")
+
+
 def _declared(name: str, kind: onnx.TypeProto) -> Shape | None:
     if not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
         return None
@@ -259,11 +284,18 @@ def _arrays(name: str, x: Any, kind: onnx.TypeProto) -> Any:
             raise BindingError(f"input {name!r} is a sequence, a list of arrays, got {type(x).__name__}")
         return [_arrays(f"{name}.{i}", e, kind.sequence_type.elem_type) for i, e in enumerate(x)]
     want = numpy_type(kind.tensor_type.elem_type, f"input {name!r}")
-    array = np.asarray(x)
+    try:
+        array = np.asarray(x)
+    except ValueError:
+        raise BindingError(f"input {name!r} is an array, got lists of different lengths") from None
     if array.dtype not in (want, stored(want)):
         if isinstance(x, np.ndarray) or array.dtype.kind not in "biuf":
-            raise InputDTypeError(f"input {name!r} is of {want}, got an array of {array.dtype}")
-        array = array.astype(want)
+            how = f"convert it: array.astype({want.name!r})"
+            raise InputDTypeError(f"input {name!r} is of {want}, got an array of {array.dtype}; {how}")
+        with np.errstate(all="ignore"):
+            given, array = array, array.astype(want)
+        if array.dtype.kind in "biu" and not np.array_equal(array, given):
+            raise InputDTypeError(f"input {name!r} is of {want}, which does not hold all of the numbers given")
     return array.astype(stored(want), copy=False)
 
 

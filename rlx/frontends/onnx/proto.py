@@ -18,11 +18,11 @@ import onnx
 from google.protobuf.message import DecodeError, Message
 from onnx import numpy_helper, version_converter
 
-from rlx.errors import CorruptFileError, DTypeError, ModelError, OptionError, Unsupported, as_path
+from rlx.errors import CorruptFileError, DTypeError, ModelError, OptionError, UnknownNameError, Unsupported, as_path, known
 from rlx.frontends.onnx.structure import OLDEST, faults, opsets
 from rlx.frontends.onnx.wire import split
 from rlx.ir.dtype import as_dtype
-from rlx.runtime import map_file
+from rlx.runtime import drop_pages, map_file
 
 _WIDER = {  # element types that rlx does not have, and the one that holds their values
     "int4": np.int8, "int2": np.int8, "uint4": np.uint8, "uint2": np.uint8, "float4_e2m1fn": np.float32,
@@ -64,6 +64,7 @@ class Source:
 
     def _parsed(self, data: memoryview, name: str) -> onnx.ModelProto:
         rest, self._raw = split(data, name)
+        drop_pages(np.frombuffer(data, np.uint8))  # the system maps large parts of a file around each byte that is read
         try:
             return onnx.ModelProto.FromString(rest)
         except DecodeError as e:
@@ -128,7 +129,7 @@ class Source:
         if not os.path.realpath(file).startswith(tuple(inside)):
             raise CorruptFileError(f"{label} is in the file {file}, a link to outside of the model's folder")
         if place not in self._files:
-            self._files[place] = _mapped(file)
+            self._files[place] = _mapped(file, f"{label} is in it")
         data = self._files[place]
         try:
             start, length = int(about.get("offset") or 0), int(about.get("length") or nbytes)
@@ -165,10 +166,10 @@ def _converted(model: onnx.ModelProto, name: str) -> onnx.ModelProto:
         raise ModelError(f"{name}: opsets before {OLDEST} are converted to it, and onnx cannot do it: {found}") from None
 
 
-def _mapped(path: Path) -> memoryview:
+def _mapped(path: Path, needed: str = "an ONNX file is needed") -> memoryview:
     try:
         if not path.is_file():
-            raise ModelError(f"{path} is {'a folder' if path.is_dir() else 'missing'}; an ONNX file is needed")
+            raise ModelError(f"{path} is {'a folder' if path.is_dir() else 'missing'}; {needed}")
         if not path.stat().st_size:
             raise CorruptFileError(f"{path} is empty")
         return map_file(path)
@@ -233,4 +234,14 @@ def identifier(name: str) -> str:
     return made if re.match(r"[A-Za-z_]", made) else f"_{made}"
 
 
-__all__ = ["Source", "dims_of", "numpy_type", "stored"]
+def check_dims(source: Source, dims: Mapping[str, int]) -> None:
+    """OptionError, or UnknownNameError: these are no sizes of named dims of the model."""
+    if not isinstance(dims, Mapping) or not all(isinstance(n, (int, np.integer)) and n >= 0 for n in dims.values()):
+        raise OptionError(f"{source.name}: dims are {{name: size}}, got {dims!r:.80}")
+    found = [d for i in source.inputs for d in dims_of(i.name, i.type, {}) if isinstance(d, str)]
+    declared = {d.dim_param for i in source.inputs for d in i.type.tensor_type.shape.dim}
+    if extra := dims.keys() - {*found, *declared}:
+        raise UnknownNameError(f"{source.name}: no input has a dim called {known(extra)}; there are {known(found)}")
+
+
+__all__ = ["Source", "check_dims", "dims_of", "numpy_type", "stored"]
