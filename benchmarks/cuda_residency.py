@@ -135,7 +135,7 @@ def one_share(layers: int, form: str, share: int, args: Any, first: dict[str, An
         flush=True,
     )
     if pool is not None:
-        print(f"    {pool.report()}; bus {tiers.bus_rate() / 1e9:.1f} GB/s", flush=True)  # type: ignore[attr-defined]
+        print(f"    {pool.report()}; bus {tiers.rate(near=False) / 1e9:.1f} GB/s", flush=True)  # type: ignore[attr-defined]
         pool.close()
 
 

@@ -120,6 +120,8 @@ def test_a_mask_takes_hold_of_calls_that_were_bound_before(cuda: object) -> None
             np.testing.assert_array_equal(again.run({"x": x})[0], before)
     stats = compiled.take_moe_residency_stats()
     assert stats.resident.tokens + stats.offloaded.tokens == 4 * 6 * LAYERS * T * K
+    for tier, near in ((stats.resident, True), (stats.offloaded, False)):
+        assert tier.seconds == tier.bytes / compiled.expert_tiers().rate(near) > 0
 
 
 def test_memory_falls_with_the_experts_that_leave(cuda: FakeDriver | None) -> None:

@@ -67,7 +67,7 @@ class HostSlots(SlotTiers):
     def wait(self, for_copies: bool) -> None:
         """Nothing runs."""
 
-    def copying(self, nbytes: int) -> Any:
+    def copying(self, nbytes: int, near: bool) -> Any:
         return lambda: None
 
 

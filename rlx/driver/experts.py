@@ -44,7 +44,7 @@ class TierStats:
 @record
 class ResidencyStats:
     """`resident.seconds`: in the steps that read experts. `offloaded.seconds`: in front of them, reading and packing. On a GPU
-    neither is measured: 0, and the bytes at the measured rate of copies through the bus."""
+    neither is measured: the bytes at the rates of copies within its memory, and through the bus."""
 
     resident: TierStats
     offloaded: TierStats

@@ -26,7 +26,7 @@ from rlx.driver.experts import ExpertLayer, ExpertSource, ExpertTiers, Part, Res
 from rlx.records import record
 
 FAR = -1  # the slot of an expert that is in the store alone
-MEASURED = 32 << 20  # bytes of the copy by which the bus is measured
+MEASURED = 32 << 20, 128 << 20  # bytes of the copies by which the bus, and the device's memory, are measured
 SPARE = 8  # slots without an expert stay for the next promotions, up to this part of a layer's experts
 IS_FAR, NONE = 1 << 30, 2**31 - 1  # in a log: the bit of an expert that was not resident; no expert
 
@@ -160,7 +160,7 @@ class SlotTiers(ExpertTiers, ABC):
         super().__init__(versions, _publish)
         self.slots: dict[str, Slots] = {}
         self.lock, self.epoch, self.logs = threading.RLock(), 0, WeakSet[Any]()
-        self._draining, self._setting, self._rate = threading.Lock(), False, 0.0
+        self._draining, self._setting, self._rates = threading.Lock(), False, dict[bool, float]()
 
     @abstractmethod
     def make_slots(self, experts: int) -> Slots: ...
@@ -170,19 +170,21 @@ class SlotTiers(ExpertTiers, ABC):
         """For the copies to slots that have begun; else for all runs that are queued."""
 
     @abstractmethod
-    def copying(self, nbytes: int) -> Callable[[], object]:
-        """A copy of so many bytes from the host to the device, and the wait for it."""
+    def copying(self, nbytes: int, near: bool) -> Callable[[], object]:
+        """A copy of so many bytes from the host to the device, or within its memory, and the wait for it."""
 
-    def bus_rate(self) -> float:
-        """Bytes per second of copies from the host: measured once, the best of three."""
-        if not self._rate:
-            copy = self.copying(MEASURED)
+    def rate(self, near: bool) -> float:
+        """Bytes per second of copies from the host, or that copies within the device's memory read and write: measured once, the
+        best of three."""
+        if near not in self._rates:
+            copy, times = self.copying(MEASURED[near], near), list[float]()
             for _ in range(3):
                 self.wait(for_copies=False)
                 begun = time.perf_counter()
                 copy()
-                self._rate = max(self._rate, MEASURED / (time.perf_counter() - begun))
-        return self._rate
+                times.append(time.perf_counter() - begun)
+            self._rates[near] = (1 + near) * MEASURED[near] / min(times)
+        return self._rates[near]
 
     def slots_of(self, name: str, experts: int) -> Slots:
         if name not in self.slots:
@@ -341,11 +343,12 @@ class Tally:
         self._counts += there, (int(far.sum()), missing, missing * at.nbytes)
         self._tiers.ran(layer, ids, ahead, near if missing else None)
 
-    def take(self, slow_rate: Callable[[], float]) -> ResidencyStats:
-        """Since the last call. `slow_rate()`: bytes of the store that kernels read per second."""
+    def take(self) -> ResidencyStats:
+        """Since the last call."""
         fast, slow = (TierStats(*row) for row in self._counts.tolist())
         self._counts[:] = 0
-        return ResidencyStats(fast, replace(slow, seconds=slow.bytes / slow_rate()) if slow.bytes else slow)
+        timed = (replace(x, seconds=x.bytes / self._tiers.rate(x is fast)) if x.bytes else x for x in (fast, slow))
+        return ResidencyStats(*timed)
 
 
 def _refill(part: Part, source: ExpertSource, expert: int) -> None:

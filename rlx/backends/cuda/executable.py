@@ -188,7 +188,7 @@ class CudaExecutable(Transacted):
         assert self.experts is not None
         tiers, log = self.experts.tiers, self.experts.log
         tiers.drain(wait=True)
-        return log.tally.take(tiers.bus_rate) if log else ResidencyStats(TierStats(), TierStats())
+        return log.tally.take() if log else ResidencyStats(TierStats(), TierStats())
 
     def stale(self) -> None:
         """Machine code asks for the graph again."""

@@ -148,10 +148,12 @@ class CudaTiers(SlotTiers):
         stream = gpu.use()
         check(gpu.driver.cuStreamSynchronize(gpu.beside if for_copies else stream), "waiting for experts")
 
-    def copying(self, nbytes: int) -> Callable[[], object]:
-        gpu, goal, source = self._memory.gpu, self._memory.allocate(nbytes), self._memory.gpu.pinned(nbytes)
-        copied = goal.address, source.ctypes.data, nbytes, gpu.use()
-        return lambda keep=(goal, source): (gpu.enqueue("cuMemcpyHtoDAsync", *copied), gpu.wait())
+    def copying(self, nbytes: int, near: bool) -> Callable[[], object]:
+        gpu, goal = self._memory.gpu, self._memory.allocate(nbytes)
+        source: Any = self._memory.allocate(nbytes) if near else gpu.pinned(nbytes)
+        start = source.address if near else source.ctypes.data
+        copied = "cuMemcpyDtoDAsync" if near else "cuMemcpyHtoDAsync", goal.address, start, nbytes, gpu.use()
+        return lambda keep=(goal, source): (gpu.enqueue(*copied), gpu.wait())
 
 
 __all__ = ["CudaPart", "CudaSlots", "CudaTiers", "Packer"]
