@@ -44,6 +44,21 @@ FORMS = {
 }
 
 
+def test_the_scores_of_attention_may_be_attention_themselves():
+    def twice(q, k, v, bias):
+        return rlx.softmax(rlx.softmax(q @ k) @ v) @ k[..., :4, :]
+
+    g = graph_of(twice, dims=(6, 8, 4, 4))
+    passed = scores(g, COMPILATION)
+    assert len(found(passed)) == 1
+    feeds = {x.name: rng.normal(size=x.shape.static).astype(np.float32) for x in g.inputs}
+    np.testing.assert_allclose(evaluate(passed, feeds)[0][0], evaluate(g, feeds)[0][0], rtol=1e-5, atol=1e-6)
+
+
+def test_scores_divided_by_zero_are_left():
+    assert not found(scores(graph_of(lambda q, k, v, bias: rlx.softmax((q @ k) / 0.0) @ v), COMPILATION))
+
+
 @pytest.mark.parametrize("low", [-np.inf, float(np.finfo(np.float32).min)])
 def test_a_bias_that_only_hides_keys_is_a_mask_and_the_usual_scale_is_the_ops_own(low):
     g = Graph("attention")

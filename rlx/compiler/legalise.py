@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from rlx.compiler.compilation import Compilation
@@ -131,7 +130,8 @@ def expand(node: Node, new: NewNode, made: Any = None) -> tuple[Value, ...]:
     last = inside.outputs[0].node
 
     def labelled(inner: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
-        return new(replace(inner, name=node.name if inner is last else inner.name, source=node.source), inputs)
+        name = node.name if inner is last else inner.name
+        return new(Node(inner.op, inner.inputs, inner.attrs, inner.shapes, name, node.source), inputs)
 
     return tuple(inside.rebuild(labelled).outputs)
 

@@ -8,12 +8,14 @@ once, by every task that has some of the columns, so the target decides when thi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from rlx.compiler.layout import Places
 from rlx.ir import kernel as K
+from rlx.ir.dtype import DType
 from rlx.ir.graph import Node, Value
-from rlx.ir.op import Contraction, Kind
+from rlx.ir.op import Attrs, Contraction, Kind, OpDef
 from rlx.ir.shape import contiguous_strides
 from rlx.ir.target import Producer
 
@@ -31,9 +33,14 @@ def work(node: Node) -> int:
     return sum(EXPENSIVE_WORK if op in EXPENSIVE else 1 for op in _operations(node)) if node.op.scalar else 2
 
 
-def _operations(node: Node) -> list[str]:
-    assert node.op.scalar is not None
-    made = node.op.scalar(K.k, node.attrs, *(K.Var("x", v.dtype.compute) for v in node.inputs))
+def _operations(node: Node) -> Sequence[str]:
+    return _scalar_operations(node.op, node.attrs, tuple(v.dtype for v in node.inputs))
+
+
+@lru_cache(1024)
+def _scalar_operations(op: OpDef, attrs: Attrs | None, dtypes: tuple[DType, ...]) -> Sequence[str]:
+    assert op.scalar is not None
+    made = op.scalar(K.k, attrs, *(K.Var("x", dtype.compute) for dtype in dtypes))
     return [e.op for e in K.walk(made) if isinstance(e, K.Alu)]
 
 

@@ -38,9 +38,11 @@ def scores(graph: Graph, compilation: Compilation) -> Graph:
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         results = keep(node, inputs)
-        read.update({made: read.get(old, 0) for old, made in zip(node.results, results)})
         made = _attention(results[0].node, read) if node.op is MATMUL else None
-        return results if made is None or not compilation.is_native(made.node) else (made.reshape(node.shapes[0].dims),)
+        if made is not None and compilation.is_native(made.node):
+            results = (made.reshape(node.shapes[0].dims),)
+        read.update({new: read.get(old, 0) for old, new in zip(node.results, results)})
+        return results
 
     return graph.rebuild(new)
 
@@ -101,7 +103,8 @@ def _unscaled(x: Value) -> tuple[Value, float]:
             if power == 1 and number.node.op is not CONSTANT:
                 y, number = number, y
             if number.node.op is CONSTANT and number.shape.num_elements == 1 and y.shape == x.shape:
-                return y, float(np.asarray(number.node.attrs.data).reshape(()))**power  # type: ignore[union-attr]
+                factor = float(np.asarray(number.node.attrs.data).reshape(()))  # type: ignore[union-attr]
+                return (y, factor**power) if factor or power == 1 else (x, 1.0)
     return x, 1.0
 
 

@@ -214,6 +214,7 @@ class Building:
         out.outputs, out.output_names = list(self.outputs), list(self.output_names)
         out.assigns, out.in_place = list(self.assigns), set(self.in_place)
         out.updates, out.extent, out.weights = list(self.updates), self.extent, dict(self.weights)
+        out._walked = self._walked
         return out
 
 
