@@ -400,10 +400,10 @@ def test_a_folder_that_cannot_be_used_is_said_once(folder, monkeypatch, what):
 
 
 def test_a_full_disk_is_said_once_and_leaves_nothing(folder, monkeypatch):
-    def full(_):
+    def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "rename", full)
     with pytest.warns(RuntimeWarning, match="not kept: .*No space left") as said:
         assert note(two_layers())[0] == "compiled"
         assert note(two_layers())[0] == "compiled"

@@ -60,7 +60,7 @@ def _kept(disk: DiskCache, source: str, target: Target, make: Callable[[], bytes
     image, _ = disk.get(key)
     if image is None:
         image = make()
-        disk.put(key, [image], sync=False)  # a sync takes 6 ms on a busy disk, and there are many entries
+        disk.put(key, [image])
     return image
 
 

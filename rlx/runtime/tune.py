@@ -135,7 +135,7 @@ class _Tuner:
         if content is not None and int.from_bytes(content, "little") >= self._variants:
             return True
         if self._disk is not None and left:
-            self._disk.put(entry, [self._variants.to_bytes(8, "little")], sync=False)
+            self._disk.put(entry, [self._variants.to_bytes(8, "little")])
         return False
 
     def keep(self, step: TunedStep, raced: int) -> TunedStep:
@@ -143,7 +143,7 @@ class _Tuner:
         self._advanced = True
         if self._disk is not None:
             content = json.dumps([step.tiling, step.default_ns, step.tiling_ns, step.tried, raced])
-            self._disk.put(self._entry(step.key), [content.encode()], sync=False)
+            self._disk.put(self._entry(step.key), [content.encode()])
         return step
 
     def _weights(self) -> dict[str, float]:

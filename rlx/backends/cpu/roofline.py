@@ -38,7 +38,7 @@ def roofline(target: Target) -> Roofline:
         if found is None:
             found = _measured(target)
             if disk is not None:
-                disk.put(entry, [json.dumps([dict(found.operations), found.reading]).encode()], sync=False)
+                disk.put(entry, [json.dumps([dict(found.operations), found.reading]).encode()])
         _known[key] = found
     return _known[key]
 
