@@ -14,14 +14,13 @@ from rlx.ir.dtype import bool_, i64
 from rlx.ir.node import Value
 
 
-def heads_first(n: Call, x: Value, heads: str) -> Value:
-    """[batch, heads, sequence, head_dim], from three dims by the attribute `heads`."""
+def heads_first(n: Call, x: Value, count: int) -> Value:
+    """[batch, heads, sequence, head_dim], from three dims by their number."""
     if x.rank == 4:
         return x
     b, s, width = x.dims
-    count = n.attr(heads)
-    if not isinstance(width, int) or width % count:
-        n.refuse(f"{width} columns are not {count} heads ({heads})")
+    if not count or not isinstance(width, int) or width % count:
+        n.refuse(f"{width} columns are not {count} heads")
     return ops.transpose(x.reshape((b, s, count, width // count)), axes=(0, 2, 1, 3))
 
 
@@ -35,8 +34,8 @@ def heads_last(x: Value, rank: int) -> Value:
 def attention(n: Call) -> Any:
     """Results: the attended values; keys and values with those of the past; and scores, after a step by qk_matmul_output_mode."""
     rank = n.rank(0)
-    q = heads_first(n, n.value(0), "q_num_heads")
-    k, v = heads_first(n, n.value(1), "kv_num_heads"), heads_first(n, n.value(2), "kv_num_heads")
+    q = heads_first(n, n.value(0), n.attr("q_num_heads", 0))
+    k, v = heads_first(n, n.value(1), n.attr("kv_num_heads", 0)), heads_first(n, n.value(2), n.attr("kv_num_heads", 0))
     if n.has(4):
         k, v = ops.concat(n.value(4), k, axis=2), ops.concat(n.value(5), v, axis=2)
     facts: dict[str, Any] = {"scale": n.attr("scale", 0.0) or 0.0, "cap": n.attr("softcap", 0.0)}
@@ -107,15 +106,20 @@ def _scores(n: Call, q: Value, k: Value, facts: dict[str, Any]) -> Value:
 def rotary_embedding(n: Call) -> Value:
     """Pairs of the first `rotary_embedding_dim` columns of each head, rotated by the angles whose cosines and sines are given,
     by position where there are position ids."""
-    x = heads_first(n, n.value(0), "num_heads")
-    width = n.attr("rotary_embedding_dim", 0) or x.shape.static[3]
+    x = heads_first(n, n.value(0), n.attr("num_heads", 0))
     cos, sin = n.value(1), n.value(2)
     if n.has(3):
         cos, sin = (ops.gather(table, n.value(3)) for table in (cos, sin))
-    cos, sin = (ops.unsqueeze(table, axes=(1,)).astype(x.dtype) for table in (cos, sin))
-    turned, rest = x[..., :width], x[..., width:]
-    paired = bool(n.attr("interleaved", 0))
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if paired else (turned[..., : width // 2], turned[..., width // 2 :])
-    real, imag = a * cos - b * sin, a * sin + b * cos
-    turned = functions.stack([real, imag], -1).reshape(turned.dims) if paired else ops.concat(real, imag, axis=-1)
-    return heads_last(ops.concat(turned, rest, axis=-1) if width < x.shape.static[3] else turned, n.rank(0))
+    cos, sin = (ops.unsqueeze(table, axes=(1,)) for table in (cos, sin))
+    return heads_last(turned(x, cos, sin, bool(n.attr("interleaved", 0))), n.rank(0))
+
+
+def turned(x: Value, cos: Value, sin: Value, paired: bool) -> Value:
+    """The first columns of each head, rotated; angles [batch or 1, 1, rows, pairs]."""
+    half = cos.shape.static[-1]
+    own, rest = x[..., : 2 * half], x[..., 2 * half :]
+    a, b = (own[..., 0::2], own[..., 1::2]) if paired else (own[..., :half], own[..., half:])
+    cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
+    parts = [a * cos - b * sin, a * sin + b * cos]
+    out = functions.stack(parts, -1).reshape(own.dims) if paired else ops.concat(*parts, axis=-1)
+    return ops.concat(out, rest, axis=-1) if x.shape.static[-1] > 2 * half else out

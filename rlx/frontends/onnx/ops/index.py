@@ -78,15 +78,18 @@ def reverse_sequence(n: Call) -> Value:
 @handler("TensorScatter", since=24)
 def tensor_scatter(n: Call) -> Value:
     """Rows of a cache replaced from a position on; `circular`: past the end, from the start."""
-    past, update = n.value(0), n.value(1)
-    axis, size, count = n.axis(-2), known_dim(n, 0, n.axis(-2)), known_dim(n, 1, n.axis(-2))
-    start: Any = n.value(2).reshape((-1,) + (1,) * (past.rank - 1)) if n.has(2) else 0
-    offset = ops.iota(dims=tuple(size if i == axis else 1 for i in range(past.rank)), axis=axis) - start
-    if n.attr("mode", "linear") == "circular":
-        offset = ops.mod(offset, size)
-    inside = ops.logical_and(ops.less_equal(0, offset), ops.less(offset, count))
+    return written(n.value(0), n.value(1), n.maybe(2), n.axis(-2), n.attr("mode", "linear") == "circular")
+
+
+def written(past: Value, rows: Value, start: Value | None, axis: int, circular: bool = False) -> Value:
+    """`past` with rows from the position `start` [batch] of each entry of the batch on, along the axis."""
+    size = past.shape.static[axis]
+    offset = ops.iota(dims=tuple(size if i == axis else 1 for i in range(past.rank)), axis=axis)
+    offset = offset if start is None else offset - start.reshape((-1,) + (1,) * (past.rank - 1))
+    offset = ops.mod(offset, size) if circular else offset
+    inside = ops.logical_and(ops.less_equal(0, offset), ops.less(offset, rows.shape.static[axis]))
     at = ops.broadcast_to(ops.where(inside, offset, 0), dims=past.dims)
-    return ops.where(inside, ops.gather_elements(update, at, axis=axis), past)
+    return ops.where(inside, ops.gather_elements(rows, at, axis=axis), past)
 
 
 # -- results whose size depends on data: as many as there can be, and the number of those that are ------------------------

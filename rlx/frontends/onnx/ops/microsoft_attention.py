@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from rlx.frontends.onnx.call import Call
-from rlx.frontends.onnx.ops.attention import heads_last
+from rlx.frontends.onnx.ops.attention import heads_first, heads_last, turned
+from rlx.frontends.onnx.ops.index import written
 from rlx.frontends.onnx.ops.shape import known_dim
 from rlx.frontends.onnx.table import handler
 from rlx.ir import functions, ops
@@ -17,23 +18,6 @@ from rlx.ir.dtype import i64
 from rlx.ir.node import Value
 
 MS = "com.microsoft"
-
-
-def _heads(x: Value, count: int) -> Value:
-    """[batch, heads, rows, head_dim] from [batch, rows, columns]."""
-    b, rows, width = x.dims
-    return ops.transpose(x.reshape((b, rows, count, width // count)), axes=(0, 2, 1, 3))  # type: ignore[operator]
-
-
-def _turned(x: Value, cos: Value, sin: Value, paired: bool) -> Value:
-    """The first columns of each head, rotated; angles [batch or 1, 1, rows, pairs]."""
-    half = cos.shape.static[-1]
-    own, rest = x[..., : 2 * half], x[..., 2 * half :]
-    a, b = (own[..., 0::2], own[..., 1::2]) if paired else (own[..., :half], own[..., half:])
-    cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
-    parts = [a * cos - b * sin, a * sin + b * cos]
-    out = functions.stack(parts, -1).reshape(own.dims) if paired else ops.concat(*parts, axis=-1)
-    return ops.concat(out, rest, axis=-1) if x.shape.static[-1] > 2 * half else out
 
 
 def _angles(n: Call, i: int, positions: Value) -> tuple[Value, Value]:
@@ -49,10 +33,10 @@ def rotary_embedding(n: Call) -> Value:
     if n.attr("is_packed_batching", 0) or n.attr("scale", 1.0) != 1.0:
         n.refuse("packed batches and scales are not supported")
     count = n.attr("num_heads", 0) or known_dim(n, 0, 2) // width
-    x, at = (n.value(0) if rank == 4 else _heads(n.value(0), count)), n.value(1).astype(i64)
+    x, at = heads_first(n, n.value(0), count), n.value(1).astype(i64)
     if at.rank == 1:
         at = at.reshape((1, 1)) + ops.iota(dims=(1, known_dim(n, 0, rank - 2)), axis=1)
-    return heads_last(_turned(x, *_angles(n, 2, at), bool(n.attr("interleaved", 0))), rank)
+    return heads_last(turned(x, *_angles(n, 2, at), bool(n.attr("interleaved", 0))), rank)
 
 
 @handler("MultiHeadAttention", domain=MS)
@@ -72,7 +56,7 @@ def multi_head_attention(n: Call) -> Any:
             sizes = tuple(heads * x.shape.static[-1] if x.rank == 4 else x.shape.static[-1] for x in given)
             parts = ops.split(n.value(3), parts=sizes, axis=0)
             given = [x if x.rank == 4 else x + b for x, b in zip(given, parts)]
-        q, k, v = (x if x.rank == 4 else _heads(x, heads) for x in given)
+        q, k, v = (heads_first(n, x, heads) for x in given)
     if n.has(6):
         k, v = ops.concat(n.value(6), k, axis=2), ops.concat(n.value(7), v, axis=2)
     out = _attended(n, q, k, v, _padding(n, 4), n.maybe(5))
@@ -88,7 +72,7 @@ def attention(n: Call) -> Any:
     sizes = n.attr("qkv_hidden_sizes", None) or (w.shape.static[1] // 3,) * 3
     made = ops.matmul(x, w)
     made = made + n.value(2) if n.has(2) else made
-    q, k, v = (_heads(part, heads) for part in ops.split(made, parts=tuple(sizes), axis=-1))
+    q, k, v = (heads_first(n, part, heads) for part in ops.split(made, parts=tuple(sizes), axis=-1))
     if n.has(4):
         k, v = (ops.concat(n.value(4)[i], part, axis=2) for i, part in enumerate((k, v)))
     out = _attended(n, q, k, v, _padding(n, 3), n.maybe(5))
@@ -138,7 +122,7 @@ def group_query_attention(n: Call) -> Any:
     else:
         width = known_dim(n, 0, 2) // (heads + 2 * groups)
         parts = ops.split(n.value(0), parts=(heads * width, groups * width, groups * width), axis=-1)
-    q, k, v = (_heads(x, count) for x, count in zip(parts, (heads, groups, groups)))
+    q, k, v = (heads_first(n, x, count) for x, count in zip(parts, (heads, groups, groups)))
     eps = n.attr("qk_norm_epsilon", 1e-6)
     eps = n.attr("q_norm_epsilon", eps), n.attr("k_norm_epsilon", eps)
     if n.has(14) and n.has(15):
@@ -150,7 +134,7 @@ def group_query_attention(n: Call) -> Any:
     if n.attr("do_rotary", 0):
         at = n.value(9).astype(i64) if given[2] else start.reshape((-1, 1)) + ops.iota(dims=(1, rows), axis=1)
         angles = _angles(n, 7, at)
-        q, k = (_turned(x, *angles, paired) for x in (q, k))
+        q, k = (turned(x, *angles, paired) for x in (q, k))
     if past:
         k, v = (_joined(n, i, x, start, size) for i, x in ((3, k), (4, v)))
     window = n.attr("local_window_size", -1)
@@ -177,9 +161,6 @@ def _joined(n: Call, i: int, fresh: Value, start: Value, size: int) -> Value:
     if n.dims(0)[0] == 1:
         made = ops.update_rows(wide, fresh, start.reshape(()), axis=2)
     else:
-        offset = ops.iota(dims=(1, 1, size, 1), axis=2) - start.reshape((-1, 1, 1, 1))
-        inside = ops.logical_and(ops.less_equal(0, offset), ops.less(offset, rows))
-        at = ops.broadcast_to(ops.where(inside, offset, 0), dims=wide.dims)
-        made = ops.where(inside, ops.gather_elements(fresh, at, axis=2), wide)
+        made = written(wide, fresh, start, 2)
     n.scope.importer.added[made] = rows
     return made
