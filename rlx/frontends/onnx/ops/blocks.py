@@ -24,7 +24,7 @@ from rlx.ir.dtype import f32, i8, u8
 from rlx.ir.node import Value, constant
 
 MS = "com.microsoft"
-_FORMATS = {4: "q4_0", 8: "q8_0"}
+FORMAT = {4: "q4_0", 8: "q8_0"}
 GROUP = 32  # elements with one scale in these formats
 
 
@@ -43,13 +43,8 @@ class Weight(NamedTuple):
     @property
     def format(self) -> Format | None:
         """That of packed weights."""
-        form = FORMATS.get(_FORMATS.get(self.bits, ""))
+        form = FORMATS.get(FORMAT.get(self.bits, ""))
         return form if self.block % GROUP == 0 or self.block >= self.columns else None
-
-    @property
-    def lean(self) -> np.ndarray:
-        """Zero points around the middle, which packed weights do not have."""
-        return (1 << self.bits - 1) - self.zeros
 
     def fits(self, rounded: bool = False) -> bool:
         """Whether packed weights have the same values, or `rounded` scales."""
@@ -113,11 +108,22 @@ def packed(n: Call, w: Weight) -> Value:
 def product(n: Call, x: Value, w: Weight, exact: bool = True) -> Value:
     """x [..., columns] by a weight that is packed, in the dtype of the sums. Zero points add a product with the sums of x over
     blocks."""
-    out = ops.dequant_matmul(x, packed(n, w), format=_FORMATS[w.bits], exact=exact, wide=True)
-    if not w.lean.any():
-        return out
-    half = w.scales.astype(np.float16).astype(np.float32)
-    return out + ops.matmul(block_sums(x, w), constant(np.ascontiguousarray((half * w.lean).T)).astype(out.dtype))
+    out = ops.dequant_matmul(x, packed(n, w), format=FORMAT[w.bits], exact=exact, wide=True)
+    more = lean(w)
+    return out if more is None else out + ops.matmul(block_sums(x, w), more.T.astype(out.dtype))
+
+
+def lean(w: Weight) -> Value | None:
+    """f32 [rows, blocks]: the part of each weight that packed weights lack, because its zero point is not the middle. None: it is
+    0 for all."""
+    more = (1 << w.bits - 1) - w.zeros
+    return constant(w.scales.astype(np.float16) * more.astype(np.float32)) if more.any() else None
+
+
+def decoded(raw: Value, scales: Value, w: Weight) -> Value:
+    """The weight in f32, [rows, columns], decoded in the graph."""
+    integers = of_bytes(raw, w.bits).reshape((len(w.scales), -1))[:, : w.columns]
+    return dequantised(Quantity(integers, scales.reshape(w.scales.shape), constant(w.zeros), 1, w.block))
 
 
 def block_sums(x: Value, w: Weight) -> Value:
@@ -173,21 +179,19 @@ def matmul_nbits(n: Call) -> Value:
     if bits not in (2, 4, 8) or n.has(4):
         n.refuse(f"{bits} bits{', reordered by g_idx' if n.has(4) else ''}: 2, 4 or 8 bits in order are supported")
     scales = n.known(2).reshape(rows, -1).astype(np.float32)
-    zeros = np.full(scales.shape, 1 << bits - 1, np.float32) if not n.has(3) else _zeros(n.known(3), scales, bits)
+    zeros = np.full(scales.shape, 1 << bits - 1, np.float32) if not n.has(3) else zeros_of(n.known(3), scales, bits)
     raw, level = n.value(1), n.attr("accuracy_level", 0)
     unpack = lambda: unpacked(n.known(1).reshape(rows, -1), bits)[:, :k]  # noqa: E731
     w = Weight(named(n, raw, n.value(2)), unpack, scales, zeros, bits, k, block)
     if w.fits(rounded=level >= 2):
         out = product(n, x, w, exact=level != 4)
     else:
-        integers, wide = of_bytes(raw, bits).reshape((rows, -1))[:, :k], x.dtype.compute
-        weight = dequantised(Quantity(integers, n.value(2).reshape(scales.shape), constant(zeros), 1, block))
-        out = ops.matmul(x.astype(wide), weight.T.astype(wide))
+        out = ops.matmul(x.astype(x.dtype.compute), decoded(raw, n.value(2), w).T.astype(x.dtype.compute))
     out = out.astype(x.dtype)
     return out + n.value(5).astype(x.dtype) if n.has(5) else out
 
 
-def _zeros(zeros: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
+def zeros_of(zeros: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
     """Zero points with the dims of the scales, from bytes in which each row begins anew."""
     if zeros.dtype == np.uint8:
         zeros = unpacked(zeros.reshape(*scales.shape[:-1], -1), bits)[..., : scales.shape[-1]]
@@ -213,9 +217,9 @@ def gather_block_quantized(n: Call) -> Value:
         return unpacked(n.known(0), bits) if in_bytes else (n.known(0).astype(np.int16) + middle).astype(np.uint8)
 
     w = Weight(name, integers, scales, np.full(scales.shape, middle, np.float32), bits, columns, block)
-    if width == 2 and w.fits() and not n.has(3) and not w.lean.any():
+    if width == 2 and w.fits() and not n.has(3) and lean(w) is None:
         rows = ops.gather(packed(n, w), ids)
-        return ops.dequantize(rows, format=_FORMATS[bits], columns=columns).astype(n.dtype(2))
+        return ops.dequantize(rows, format=FORMAT[bits], columns=columns).astype(n.dtype(2))
     if not in_bytes:
         table = param(n, f"{name}.bytes", lambda: _nibbles(integers()))
     q, scale = (ops.gather(v, ids) for v in (table, n.value(2)))
