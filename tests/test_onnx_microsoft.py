@@ -73,6 +73,53 @@ def test_activations_norms_and_products(op):
     check(op, inputs, attrs, [expected])
 
 
+@pytest.mark.parametrize("domain", ["", "com.microsoft"])
+def test_the_simplified_norm_gives_the_inverse_deviation_too(domain):
+    model = made("SimplifiedLayerNormalization", {"x": X, "g": SCALE}, {"axis": -1, "epsilon": 1e-5, "stash_type": 1}, 2)
+    model.graph.node[0].domain = domain
+    found = OnnxModel(model)(X, SCALE)
+    judge = runtime(model, {"x": X, "g": SCALE}) if not domain else None  # ONNX Runtime has it in ONNX's own domain
+    for want in ((RMS(X), 1 / np.sqrt((X * X).mean(-1, keepdims=True) + 1e-5)), judge or ()):
+        for mine, theirs in zip(found, want):
+            np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("placed", [False, True])
+def test_embeddings_of_words_places_and_segments_are_summed_and_normalised(segments, placed):
+    ids, of = RNG.integers(0, 11, (2, 5)).astype(np.int32), RNG.integers(0, 2, (2, 5)).astype(np.int32)
+    at = RNG.integers(0, 7, (2, 5)).astype(np.int32) if placed else None
+    mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], np.int32) if placed else None
+    words, places, kinds = normal(11, 8), normal(7, 8), normal(2, 8)
+    total = words[ids] + (places[at] if placed else places[:5]) + (kinds[of] if segments else 0)
+    expected = F.layer_norm(T(total), (8,), T(SCALE), T(SHIFT), 1e-12)
+    inputs = {"i": ids, "t": of if segments else None, "w": words, "p": places, "k": kinds if segments else None}
+    inputs |= {"g": SCALE, "b": SHIFT, "m": mask, "at": at}
+    while inputs[last := [*inputs][-1]] is None:
+        del inputs[last]
+    model = made("EmbedLayerNormalization", inputs, {"epsilon": 1e-12}, 3)
+    model.graph.output[1].type.tensor_type.elem_type = TensorProto.INT32
+    feeds = {k: v for k, v in inputs.items() if v is not None}
+    want = expected, mask.sum(1) if placed else np.zeros(2), total
+    for judge in (want, runtime(model, feeds) or ()):
+        for mine, theirs in zip(OnnxModel(model).run(feeds).values(), judge):
+            np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)
+
+
+def test_a_split_gelu_multiplies_the_left_half():
+    x, b = normal(2, 3, 16), normal(16)
+    left, right = np.split(x + b, 2, -1)
+    found = OnnxModel(made("BiasSplitGelu", {"x": x, "b": b}, {}))(x, b)
+    np.testing.assert_allclose(found, left * F.gelu(T(right)).numpy(), rtol=2e-5, atol=2e-5)
+
+
+def test_a_fused_gemm_activates():
+    a, b, c = normal(5, 3), normal(4, 5), normal(4)
+    attrs = {"transA": 1, "transB": 1, "alpha": 0.5, "beta": 2.0, "activation": "LeakyRelu", "activation_alpha": 0.2}
+    expected = F.leaky_relu(T(0.5 * a.T @ b.T + 2 * c), 0.2)
+    check("FusedGemm", {"a": a, "b": b, "c": c}, attrs, [expected])
+
+
 def test_a_fused_convolution_adds_and_activates():
     x, w, z = normal(1, 2, 5, 5), normal(3, 2, 3, 3), normal(1, 3, 5, 5)
     inputs = {"x": x, "w": w, "b": None, "z": z}

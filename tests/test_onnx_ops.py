@@ -229,6 +229,26 @@ def test_random_numbers_differ_from_run_to_run_and_repeat_with_the_program() -> 
     np.testing.assert_array_equal(second.run({})["out"], a)
 
 
+@pytest.mark.parametrize("op", ["RandomUniform", "RandomUniformLike", "RandomNormalLike"])
+def test_random_numbers_have_the_dims_and_the_spread_that_are_asked_for(op: str) -> None:
+    like = op.endswith("Like")
+    spread = {"low": -1.0, "high": 3.0} if "Uniform" in op else {"mean": 1.0, "scale": 1.2}
+    more = {} if like else {"shape": [3, 700]}
+    (found,) = results(op, {"x": np.zeros((3, 700), np.float16)} if like else {}, 22, seed=2.0, **spread, **more)
+    assert found.shape == (3, 700) and found.dtype == (np.float16 if like else np.float32)
+    wide = found.astype(np.float64)
+    assert abs(wide.mean() - 1) < 0.15 and abs(wide.std() - 4 / np.sqrt(12)) < 0.1
+    assert "Normal" in op or (wide.min() >= -1 and wide.max() <= 3)
+
+
+def test_a_global_pool_of_powers_is_a_norm() -> None:
+    x = floats(2, 3, 4, 5)
+    (found,) = results("GlobalLpPool", {"x": x}, 22, p=3)
+    np.testing.assert_allclose(found, (np.abs(x) ** 3).sum((2, 3), keepdims=True) ** (1 / 3), rtol=1e-5)
+    (found,) = results("GlobalLpPool", {"x": x}, 22)
+    np.testing.assert_allclose(found, np.linalg.norm(x, axis=(2, 3), keepdims=True), rtol=1e-5)
+
+
 def test_classes_are_drawn_by_their_logarithmic_probabilities() -> None:
     logits = np.log(np.array([[0.7, 0.2, 0.1], [0.0, 0.5, 0.5]], np.float32) + 1e-30)
     (found,) = results("Multinomial", {"x": logits}, 22, sample_size=2000, seed=5.0)

@@ -227,6 +227,48 @@ def test_quantised_operators_of_onnx_runtime(op):
         assert np.abs(found.astype(np.float64) - judge[0]).max() <= (1e-4 if found.dtype == np.float32 else 1)
 
 
+IMAGE = RNG.integers(0, 256, (2, 3, 6, 6)).astype(np.uint8)
+KERNEL, WIDE = RNG.integers(-100, 100, (4, 3, 3, 3)).astype(np.int8), (IMAGE.astype(np.float64) - 110) * 0.02
+MEANS = WIDE.reshape(2, 3, 3, 2, 3, 2).mean((3, 5))
+
+
+def rows_of_softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+# operator, its operands and attributes, and the result for x = WIDE
+IMAGES = {
+    "QLinearConv": ("x s z w t i y u b", {"kernel_shape": [3, 3]}, lambda: u8_of(
+        (convolved(IMAGE.astype(np.int64) - 110, KERNEL.astype(np.int64), 1, 0) + BIAS[:4].reshape(-1, 1, 1)) * 0.0006, 0.9)),
+    "QLinearAveragePool": ("x s z t u", {"kernel_shape": [2, 2], "strides": [2, 2]}, lambda: u8_of(MEANS)),
+    "QLinearGlobalAveragePool": ("x s z t u", {}, lambda: u8_of(WIDE.mean((2, 3), keepdims=True))),
+    "QLinearSoftmax": ("x s z r o", {"axis": -1, "opset": 13}, lambda: u8_of(rows_of_softmax(WIDE), 1 / 256, 0)),
+    "DequantizeLinear": ("x s z", {}, lambda: WIDE.astype(np.float32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("op", IMAGES)
+def test_quantised_operators_on_images(op, last):
+    names, attrs, expected = IMAGES[op]
+    if last and "Pool" not in op:
+        pytest.skip("it has no channels_last")
+    consts = {**SCALES, "w": KERNEL, "i": np.int8(0), "b": BIAS[:4]}
+    consts |= {"r": np.float32(1 / 256), "o": np.uint8(0), "y": np.float32(0.9)}
+    consts = {k: v for k, v in consts.items() if k in names.split()}
+    x, want = IMAGE, expected()
+    if last:
+        x, want, attrs = x.transpose(0, 2, 3, 1), want.transpose(0, 2, 3, 1), attrs | {"channels_last": 1}
+    node = onnx.helper.make_node(op, names.split(), ["v"], domain="com.microsoft", **attrs)
+    out = TensorProto.FLOAT if want.dtype == np.float32 else TensorProto.UINT8
+    model = network([node], consts, list(x.shape), out, kind=TensorProto.UINT8)
+    found = OnnxModel(model)(x)
+    assert np.abs(found.astype(np.float64) - want).max() <= (1e-5 if op == "DequantizeLinear" else 1)  # ties
+    if (judge := runtime(model, {"x": x})) is not None:
+        assert np.abs(found.astype(np.float64) - judge[0]).max() <= 1
+
+
 def test_activations_are_quantised_at_run_time():
     x = RNG.normal(size=(4, 6)).astype(np.float32)
     node = onnx.helper.make_node("DynamicQuantizeMatMul", ["x", "w", "t"], ["y"], domain="com.microsoft")

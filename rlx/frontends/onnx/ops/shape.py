@@ -89,7 +89,7 @@ def trilu(n: Call) -> Value:
 # -- views -------------------------------------------------------------------------------------------------------------
 
 
-@handler("Identity", "StopGradient")
+@handler("Identity")
 def identity(n: Call) -> Operand:
     return n.inputs[0]
 
