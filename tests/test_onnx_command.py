@@ -14,6 +14,7 @@ from onnx.reference import ReferenceEvaluator
 import rlx
 from rlx.cli.main import run
 from rlx.frontends.onnx import OnnxModel, peer
+from tests.onnx_models import parsed
 from tests.test_onnx import RNG, info, linear, model
 
 
@@ -39,6 +40,15 @@ def test_run_reads_arrays_and_writes_outputs(file, tmp_path, capsys):
     out = says(capsys, "run", file, "--input", f"x={tmp_path / 'x.npy'}", "--output", tmp_path / "out", "--threads", 1)
     assert "3x5" in out and "on CPU, 1 threads" in out
     np.testing.assert_allclose(np.load(tmp_path / "out" / "y.npy"), OnnxModel(file)(x), rtol=1e-6)
+
+
+def test_run_reads_and_writes_text(tmp_path, capsys):
+    text = 'agraph (string[n] x) => (string[m] y) { y = StringNormalizer <stopwords = ["a"]> (x) }'
+    onnx.save(parsed(text), tmp_path / "t.onnx")
+    np.save(tmp_path / "x.npy", np.array(["a", "bé"]))
+    says(capsys, "run", tmp_path / "t.onnx", "--input", f"x={tmp_path / 'x.npy'}", "--output", tmp_path / "out")
+    assert np.load(tmp_path / "out" / "y.npy").tolist() == ["bé"]
+    assert "'x' has no declared dims: give it" in says(capsys, "run", tmp_path / "t.onnx", "--random", fails=True)
 
 
 def test_run_takes_artifacts_of_graphs(file, tmp_path, capsys):

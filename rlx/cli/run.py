@@ -74,6 +74,7 @@ def run(
             found = net.run(inputs)
     done = time.perf_counter()
     flat = {name: np.asarray(x) for key, value in found.items() for name, x in _flat(key, value)}
+    flat = {name: x.astype(str) if x.dtype == object else x for name, x in flat.items()}  # as .npy files hold text
     rows = [(o.printable(n), str(x.dtype), "x".join(map(str, x.shape)) or "-", *_range(x)) for n, x in flat.items()]
     show.table("outputs", ("name", "dtype", "dims", "least", "mean", "greatest"), rows)
     if compiled is not None:

@@ -1,21 +1,21 @@
 """A node of an ONNX graph while it is imported: operands, attributes, and the ways in which a handler refuses.
 
-An operand is a Value (known at run time), a numpy array (known at import: constants, shapes and what is computed from them), a
-list (a sequence), or None (left out). Initialisers of more than a few elements are params, which are Values, too; `known` finds
-their contents.
+An operand is a Value (known at run time), a numpy array (known at import: constants, shapes, text, and what is computed from
+them), a list (a sequence), or None (left out). Initialisers of more than a few elements are params, which are Values, too;
+`known` finds their contents.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import onnx
 
 from rlx.errors import RlxError
-from rlx.frontends.onnx.proto import Source
+from rlx.frontends.onnx.proto import TEXT, Source
 from rlx.ir.dtype import DType
 from rlx.ir.graph import Graph
 from rlx.ir.node import Value
@@ -25,6 +25,30 @@ Operand = Value | np.ndarray | list | None
 _REQUIRED: Any = object()
 ELEMENTS = 1 << 26  # of an array that a handler makes at import
 UNROLLED = 1024  # steps of a loop that is written out
+
+
+def is_text(x: Any) -> bool:
+    """True for an array of text."""
+    return isinstance(x, np.ndarray) and x.dtype == TEXT
+
+
+def flat(name: str, x: Any) -> Iterable[tuple[str, Any]]:
+    """The tensors in an operand, with names."""
+    if isinstance(x, list):
+        for i, e in enumerate(x):
+            yield from flat(f"{name}.{i}", e)
+    elif x is not None:
+        yield name, x
+
+
+def sources(x: Value) -> list[Value]:
+    """A value and all that it is computed from."""
+    seen, todo = {x}, [x]
+    for value in todo:
+        fresh = [v for v in value.node.inputs if v not in seen]
+        seen.update(fresh)
+        todo += fresh
+    return todo
 
 
 class Refused(RlxError):
@@ -171,6 +195,8 @@ class Call:
 
     def element_type(self, i: int) -> int:
         """ONNX's element type of operand i (onnx.TensorProto.INT4)."""
+        if is_text(self._operand(i)):
+            return onnx.TensorProto.STRING
         found = self.value(i)
         return self.scope.importer.types.get(found) or onnx.helper.np_dtype_to_tensor_dtype(found.dtype.numpy)
 

@@ -7,7 +7,7 @@ ops that its handler made. Nodes without a handler are replaced by the function 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -15,10 +15,10 @@ import numpy as np
 import onnx
 
 from rlx.errors import GraphError, RlxError, UnknownNameError, Unsupported, known
-from rlx.frontends.onnx import functions
-from rlx.frontends.onnx.call import UNROLLED, Call, NotKnown, Operand, Refused
+from rlx.frontends.onnx import functions, text
+from rlx.frontends.onnx.call import UNROLLED, Call, NotKnown, Operand, Refused, flat, is_text, sources
 from rlx.frontends.onnx.counted import Bound, follow
-from rlx.frontends.onnx.proto import Source, check_dims, dims_of, numpy_type, stored
+from rlx.frontends.onnx.proto import TEXT, Source, as_dtype_or_none, check_dims, dims_of, numpy_type, stored
 from rlx.frontends.onnx.states import following
 from rlx.frontends.onnx.structure import opsets, schema_of
 from rlx.frontends.onnx.table import find
@@ -164,6 +164,8 @@ class GraphScope:
             if function is None:
                 raise Refused(f"{call.where}: {functions.why_unknown(call)}")
             made: Any = tuple(self.inner(function.proto, call.inputs, call.where, function))
+        elif text.moves(call):
+            made = text.moved(call, handle, self.importer.folded)
         else:
             made = handle(call)
             if schema_of(call.op, call.opset, call.domain) is None:
@@ -228,8 +230,9 @@ class Importer:
         self.outputs, names, values = [x for _, x in kept], [], []
         for info, x in kept:
             for name, value in flat(info.name, x):
-                names.append(name)
-                values.append(value if isinstance(value, Value) else self.constant(value))
+                if not is_text(value):
+                    names.append(name)
+                    values.append(value if isinstance(value, Value) else self.constant(value))
         counts = {b.count: f"{name}.count" for name, v in zip(names, values) if (b := self.bounds.get(v))}
         self.graph.set_outputs([*values, *counts], [*names, *counts.values()])
         self.cuts = {n: (b.axis, counts[b.count]) for n, v in zip(names, values) if (b := self.bounds.get(v))}
@@ -260,6 +263,8 @@ class Importer:
                 return np.asarray(given, host)
             except (ValueError, TypeError, OverflowError):
                 raise Refused(f"input {name!r}: its contents {given!r:.60} are no array of {host}") from None
+        if host == TEXT:
+            raise Refused(f"input {name!r} is text, which must be known when the model is compiled: give values={{{name!r}: …}}")
         dtype = as_dtype(stored(host))
         if given is Ellipsis:
             if not kind.tensor_type.HasField("shape"):
@@ -296,7 +301,7 @@ class Importer:
 
     def _initialised(self, tensor: onnx.TensorProto | onnx.SparseTensorProto) -> Operand:
         array = self.source.array(tensor)
-        if array.size <= (FEW if array.dtype.kind in "iub" else 1):
+        if array.dtype == TEXT or array.size <= (FEW if array.dtype.kind in "iub" else 1):
             return array
         name = base = _name(tensor) or "initialiser"
         while name in self._params:  # of a graph inside a node
@@ -312,6 +317,8 @@ class Importer:
     def constant(self, array: np.ndarray) -> Value:
         """A known array as a Value, the same for the same array."""
         found = self._constants.get(id(array))
+        if array.dtype == TEXT:
+            raise Refused("text is where numbers are needed; operators that move, compare, split or count it take it")
         if found is None:
             kept = stored(array.dtype)
             value = constant(array if kept == array.dtype else array.astype(kept))
@@ -422,31 +429,6 @@ def _foldable(node: Node) -> bool:
     return node.op is CONSTANT or ((node.op.ahead or ends) and small)
 
 
-def flat(name: str, x: Any) -> Iterable[tuple[str, Any]]:
-    """The tensors in an operand, with names."""
-    if isinstance(x, list):
-        for i, e in enumerate(x):
-            yield from flat(f"{name}.{i}", e)
-    elif x is not None:
-        yield name, x
-
-
-def sources(x: Value) -> list[Value]:
-    """A value and all that it is computed from."""
-    seen, todo = {x}, [x]
-    for value in todo:
-        fresh = [v for v in value.node.inputs if v not in seen]
-        seen.update(fresh)
-        todo += fresh
-    return todo
-
-
-def as_dtype_or_none(code: int) -> Any:
-    """The dtype of an element type, None if rlx stores it in a wider one."""
-    kind = onnx.helper.tensor_dtype_to_np_dtype(code)
-    return as_dtype(kind) if stored(kind) == kind else None
-
-
 def _name(tensor: onnx.TensorProto | onnx.SparseTensorProto) -> str:
     return tensor.values.name if isinstance(tensor, onnx.SparseTensorProto) else tensor.name
 
@@ -467,6 +449,8 @@ def from_onnx(
         raise UnknownNameError(f"{source.name}: the model has no input {known(extra)}; it has {have}")
     importer = imported(source, dims or {}, values or {})
     check(importer)
+    if any(is_text(x) for _, x in flat("", importer.outputs)):
+        raise Unsupported(f"{source.name} has an output of text, which a graph cannot have: use rlx.load")
     return importer.graph
 
 

@@ -22,12 +22,13 @@ from rlx.errors import (
     known,
 )
 from rlx.forks import Lock
-from rlx.frontends.onnx.importer import Importer, check, flat, from_onnx, imported
-from rlx.frontends.onnx.proto import Source, dims_of, numpy_type, stored
+from rlx.frontends.onnx.call import flat, is_text
+from rlx.frontends.onnx.importer import Importer, check, from_onnx, imported
+from rlx.frontends.onnx.proto import TEXT, Source, dims_of, numpy_type, stored, text_array
 from rlx.frontends.onnx.states import MASK, in_place, pairs
 from rlx.ir.dtype import as_dtype
 from rlx.ir.graph import Graph
-from rlx.ir.shape import Dim, Shape
+from rlx.ir.shape import Shape
 from rlx.ir.shown import Shown, counted
 from rlx.runtime import CompiledGraph, CompileOptions, HandleStore, ParamStore, Session
 
@@ -35,8 +36,8 @@ REMEMBERED = 32  # compiled signatures of a model; the oldest is dropped first
 
 
 class Input(NamedTuple):
-    """An input or output of a model. `shape`: None for a sequence, and where the model does not declare it. `kind`: "tensor",
-    "sequence" or "optional"."""
+    """An input or output of a model. `shape`: None for a sequence, for text, and where the model does not declare it. `kind`:
+    "tensor", "text", "sequence" or "optional"."""
 
     name: str
     shape: Shape | None
@@ -46,7 +47,7 @@ class Input(NamedTuple):
 class _Compiled(NamedTuple):
     compiled: CompiledGraph | None  # None: all outputs are known
     names: tuple[str, ...]  # inputs of the graph
-    outputs: tuple[Any, ...]  # an array, a name of an output of the graph, a list of them, or None, for each output
+    outputs: tuple[Any, ...]  # a name of an output of the graph, an array of text, a list of them, or None, for each output
     counts: Mapping[str, tuple[int, str]]  # output of the graph -> the axis that is cut, and the output that says where
     rows: int  # that a run adds to the states
 
@@ -233,15 +234,17 @@ class OnnxModel(Shown):
         """The named dims of inputs, from arrays. InputShapeError: an array does not have the declared dims."""
         sizes: dict[str, int] = {}
         for name, x in given.items():
-            declared = _declared(name, self._kinds[name])
-            if declared is None or not isinstance(x, np.ndarray):
+            kind = self._kinds[name]
+            if not kind.tensor_type.HasField("shape") or not isinstance(x, np.ndarray):
                 continue
-            if len(declared.dims) != x.ndim:
-                raise InputShapeError(f"input {name!r} is {declared}, got dims {list(x.shape)}")
-            for dim, size in zip(declared.dims, x.shape):
-                if (sizes.setdefault(str(dim), size) if isinstance(dim, Dim) else dim) != size:
-                    was = f", and {dim} is {sizes[str(dim)]} elsewhere" if isinstance(dim, Dim) else ""
-                    raise InputShapeError(f"input {name!r} is {declared}, got dims {list(x.shape)}{was}")
+            dims = dims_of(name, kind, {})
+            asked = f"input {name!r} is {_declared(name, kind) or f'text{dims}'}, got dims {list(x.shape)}"
+            if len(dims) != x.ndim:
+                raise InputShapeError(asked)
+            for dim, size in zip(dims, x.shape):
+                if (sizes.setdefault(dim, size) if isinstance(dim, str) else dim) != size:
+                    was = f", and {dim} is {sizes[dim]} elsewhere" if isinstance(dim, str) else ""
+                    raise InputShapeError(f"{asked}{was}")
         return sizes
 
     def _signature(self, importer: Importer) -> _Compiled:
@@ -265,14 +268,15 @@ class OnnxModel(Shown):
 
 
 def _sort(kind: onnx.TypeProto) -> str:
-    return next((n for n in ("sequence", "optional") if kind.HasField(f"{n}_type")), "tensor")
+    plain = "text" if kind.tensor_type.elem_type == onnx.TensorProto.STRING else "tensor"
+    return next((n for n in ("sequence", "optional") if kind.HasField(f"{n}_type")), plain)
 
 
 def _declared(name: str, kind: onnx.TypeProto) -> Shape | None:
     if not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
         return None
-    dtype = as_dtype(stored(numpy_type(kind.tensor_type.elem_type, f"{name!r}")))
-    return Shape(dims_of(name, kind, {}), dtype)
+    host = numpy_type(kind.tensor_type.elem_type, f"{name!r}")
+    return None if host == TEXT else Shape(dims_of(name, kind, {}), as_dtype(stored(host)))
 
 
 def _arrays(name: str, x: Any, kind: onnx.TypeProto) -> Any:
@@ -288,6 +292,8 @@ def _arrays(name: str, x: Any, kind: onnx.TypeProto) -> Any:
         array = np.asarray(x)
     except ValueError:
         raise BindingError(f"input {name!r} is an array, got lists of different lengths") from None
+    if want == TEXT:
+        return _text_of(name, array)
     if array.dtype not in (want, stored(want)):
         if isinstance(x, np.ndarray) or array.dtype.kind not in "biuf":
             how = f"convert it: array.astype({want.name!r})"
@@ -299,11 +305,20 @@ def _arrays(name: str, x: Any, kind: onnx.TypeProto) -> Any:
     return array.astype(stored(want), copy=False)
 
 
+def _text_of(name: str, array: np.ndarray) -> np.ndarray:
+    found = [x.decode("utf-8", "replace") if isinstance(x, bytes) else x for x in array.reshape(-1).tolist()]
+    if not all(isinstance(x, str) for x in found):
+        raise InputDTypeError(f"input {name!r} is text, an array of str, got an array of {array.dtype}")
+    return text_array(found, array.shape)
+
+
 def _described(x: Any, contents: bool) -> Any:
     if isinstance(x, list):
         return tuple(_described(e, contents) for e in x)
     if x is None:
         return None
+    if is_text(x):
+        return "text", x.shape, tuple(x.reshape(-1))
     return (str(x.dtype), x.shape, x.tobytes()) if contents else (str(x.dtype), x.shape)
 
 
@@ -311,21 +326,24 @@ def _text(x: Any) -> str:
     if not (isinstance(x, tuple) and x and isinstance(x[0], str)):
         return "absent" if x is None else f"a sequence of {len(x)}"
     shown = f"{x[0]}[{','.join(map(str, x[1]))}]"
-    return shown if len(x) == 2 else f"{shown} {np.frombuffer(x[2], x[0]).tolist()!s:.60}"
+    if len(x) == 2:
+        return shown
+    return f"{shown} {([*x[2]] if x[0] == 'text' else np.frombuffer(x[2], x[0]).tolist())!s:.60}"
 
 
 def _shown(x: Any, contents: bool) -> Any:
     """The facts about an input that an import needs."""
     if isinstance(x, list):
         return [_shown(e, contents) for e in x]
-    return x if x is None or contents else Shape(x.shape, x.dtype)
+    return x if x is None or contents or is_text(x) else Shape(x.shape, x.dtype)
 
 
 def _tree(x: Any, names: Iterator[str]) -> Any:
-    """An output with the names of the graph's outputs in place of Values."""
+    """An output with the names of the graph's outputs in place of tensors; text is as it is."""
     if isinstance(x, list):
         return [_tree(e, names) for e in x]
-    return None if x is None else next(names)
+    name = None if x is None else next(names)
+    return x if is_text(x) else name
 
 
 def _element(kind: onnx.TypeProto) -> int:
@@ -345,6 +363,8 @@ def _built(tree: Any, results: Mapping[str, np.ndarray], code: int) -> Any:
         return [_built(e, results, code) for e in tree]
     if tree is None:
         return None
+    if is_text(tree):
+        return tree.copy()
     array = results[tree]
     want = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(code)) if code else array.dtype
     return array.astype(want) if array.dtype != want and array.dtype == stored(want) else array

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from onnx import numpy_helper, version_converter
 from rlx.errors import CorruptFileError, DTypeError, ModelError, OptionError, UnknownNameError, Unsupported, as_path, known
 from rlx.frontends.onnx.structure import OLDEST, faults, opsets
 from rlx.frontends.onnx.wire import split
-from rlx.ir.dtype import as_dtype
+from rlx.ir.dtype import DType, as_dtype
 from rlx.runtime import drop_pages, map_file
 
+TEXT = np.dtype(object)  # of arrays of str
 _WIDER = {  # element types that rlx does not have, and the one that holds their values
     "int4": np.int8, "int2": np.int8, "uint4": np.uint8, "uint2": np.uint8, "float4_e2m1fn": np.float32,
     "float6_e2m3fn": np.float32, "float6_e3m2fn": np.float32, "float8_e4m3fnuz": np.float32, "float8_e5m2fnuz": np.float32,
@@ -82,6 +83,10 @@ class Source:
         if any(d < 0 for d in dims) or len(dims) > 64 or tensor.HasField("segment"):
             raise CorruptFileError(f"{label} has the dims {str(list(dims))[:80]}")
         elements = math.prod(dims)
+        if kind == TEXT:
+            if len(tensor.string_data) != elements:
+                raise CorruptFileError(f"{label} of text has the dims {list(dims)}, and {len(tensor.string_data)} elements")
+            return text_array([x.decode("utf-8", "replace") for x in tensor.string_data], dims)
         nbytes = (elements * _BITS.get(kind.name, 8 * kind.itemsize) + 7) // 8
         raw: memoryview | None = None
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
@@ -202,6 +207,13 @@ def _unpacked(raw: memoryview, kind: np.dtype, dims: tuple[int, ...]) -> np.ndar
     return (parts.view(kind) if kind.name.startswith("float") else parts.astype(kind)).reshape(dims)
 
 
+def text_array(items: Sequence[str], dims: Sequence[int]) -> np.ndarray:
+    """An array of text."""
+    made = np.empty(len(items), TEXT)
+    made[:] = items
+    return made.reshape(tuple(dims))
+
+
 def stored(kind: np.dtype) -> np.dtype:
     """The numpy dtype in which rlx keeps elements of a dtype: itself, or a wider one of the same values."""
     return np.dtype(_WIDER.get(kind.name, kind))
@@ -211,11 +223,11 @@ def numpy_type(code: int, label: str) -> np.dtype:
     """The numpy dtype of an element type of ONNX. Unsupported: rlx has none."""
     try:
         kind = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(code))
-        as_dtype(stored(kind))
+        if kind != TEXT:
+            as_dtype(stored(kind))
     except (KeyError, DTypeError):
         named = onnx.TensorProto.DataType.Name(code) if code in onnx.TensorProto.DataType.values() else str(code)
-        hint = ": text is not computed with; leave it out of the model" if code == onnx.TensorProto.STRING else ""
-        raise Unsupported(f"{label} has elements of type {named}, which rlx does not have{hint}") from None
+        raise Unsupported(f"{label} has elements of type {named}, which rlx does not have") from None
     return kind
 
 
@@ -244,4 +256,10 @@ def check_dims(source: Source, dims: Mapping[str, int]) -> None:
         raise UnknownNameError(f"{source.name}: no input has a dim called {known(extra)}; there are {known(found)}")
 
 
-__all__ = ["Source", "check_dims", "dims_of", "numpy_type", "stored"]
+def as_dtype_or_none(code: int) -> DType | None:
+    """The dtype of an element type, None if rlx stores it in a wider one."""
+    kind = onnx.helper.tensor_dtype_to_np_dtype(code)
+    return as_dtype(kind) if stored(kind) == kind else None
+
+
+__all__ = ["TEXT", "Source", "as_dtype_or_none", "check_dims", "dims_of", "identifier", "numpy_type", "stored", "text_array"]

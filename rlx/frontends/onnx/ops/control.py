@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.frontends.onnx.call import UNROLLED, Call, NotKnown, Operand
+from rlx.frontends.onnx.call import UNROLLED, Call, NotKnown, Operand, is_text
 from rlx.frontends.onnx.ops.shape import known_dim
 from rlx.frontends.onnx.table import handler
 from rlx.ir import functions, ops
@@ -30,6 +30,11 @@ def as_value(n: Call, x: Operand) -> Value:
     if not isinstance(x, (Value, np.ndarray)):
         n.refuse("a sequence, or an absent optional, is where a tensor must be known")
     return x if isinstance(x, Value) else n.scope.importer.constant(x)
+
+
+def _is_tensor(x: Operand) -> bool:
+    """True if it can be in a graph."""
+    return isinstance(x, (Value, np.ndarray)) and not is_text(x)
 
 
 def _flag(n: Call, x: Operand) -> bool | Value:
@@ -73,7 +78,7 @@ def if_(n: Call) -> tuple[Operand, ...]:
 
 def _alike(n: Call, a: Operand, b: Operand) -> bool:
     """True if one of two tensors can be selected."""
-    if not all(isinstance(x, (Value, np.ndarray)) for x in (a, b)):
+    if not (_is_tensor(a) and _is_tensor(b)):
         return False
     x, y = as_value(n, a), as_value(n, b)
     types = n.scope.importer.types
@@ -95,7 +100,7 @@ def _can_count(n: Call) -> bool:
     limit = n.scope.contents(n.value(0)) if n.has(0) else None
     steps = None if limit is None else int(np.asarray(limit).reshape(-1)[0])
     nodes, rows = len(n.attr("body").node), len(n.attr("body").output) - len(n.inputs) + 1
-    if (n.has(1) and _flag(n, n.inputs[1]) is False) or not all(isinstance(x, (Value, np.ndarray)) for x in n.inputs[2:]):
+    if (n.has(1) and _flag(n, n.inputs[1]) is False) or not all(map(_is_tensor, n.inputs[2:])):
         return False
     if steps is None:
         return not rows and n.scope.importer.control and (n.has(0) or n.has(1))

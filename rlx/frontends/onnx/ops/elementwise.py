@@ -10,7 +10,8 @@ import onnx
 
 from rlx.errors import DTypeError
 from rlx.frontends.onnx import narrow
-from rlx.frontends.onnx.call import Call
+from rlx.frontends.onnx.call import Call, is_text
+from rlx.frontends.onnx.ops import text
 from rlx.frontends.onnx.table import handler
 from rlx.ir import ops
 from rlx.ir.dtype import DType, as_dtype, bool_, f8e4m3, f64, u8
@@ -130,14 +131,12 @@ def cast_code(n: Call, x: Value, code: int) -> Value:
     return made * 1 if made is x and x in n.scope.importer.types else made  # a value has one element type
 
 
-@handler("Cast")
-def cast(n: Call) -> Value:
-    return cast_code(n, n.value(0), n.attr("to"))
-
-
-@handler("CastLike")
-def cast_like(n: Call) -> Value:
-    return cast_code(n, n.value(0), n.element_type(1))
+@handler("Cast", "CastLike")
+def cast(n: Call) -> Value | np.ndarray:
+    code = n.attr("to") if n.op == "Cast" else n.element_type(1)
+    if code == onnx.TensorProto.STRING or is_text(n.inputs[0]):
+        return text.cast(n, code)
+    return cast_code(n, n.value(0), code)
 
 
 @handler("BitCast")
