@@ -220,6 +220,13 @@ def test_versions_that_onnx_does_not_know_are_refused():
         rlx.from_onnx(wide)
 
 
+def test_operators_of_later_versions_in_an_old_opset_are_no_reason_for_onnx_to_crash():
+    node = helper.make_node("TfIdfVectorizer", ["x"], ["y"], mode="TF", min_gram_length=1, max_gram_length=1, max_skip_count=0)
+    proto = model([node], [info("x", [2])], [info("y", [2])], opset=3)  # without ngram_indexes, which onnx's converter reads
+    with pytest.raises(ModelError, match="node 0 TfIdfVectorizer is no operator of opset 3"):
+        rlx.from_onnx(proto)
+
+
 def test_opsets_before_7_are_converted():
     node = helper.make_node("Add", ["x", "b"], ["y"], broadcast=1, axis=0)
     net = OnnxModel(model([node], [info("x", [2, 3])], [info("y", [2, 3])], {"b": np.float32([10, 20])}, opset=6))

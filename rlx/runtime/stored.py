@@ -160,7 +160,7 @@ def unpack(content: bytes, backend: Storable, target: Target) -> tuple[dict[str,
             raise CorruptFileError(f"the program has faults: {bad[0]}")
         artifact = backend.from_parts(program, head["code"], rest, partial(_texts, parts[0]))
         return head["given"], artifact, _work(*head["work"]), _tuning(*head["tuning"])
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RlxError) as fault:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError, RlxError) as fault:
         raise CorruptFileError(f"not a compiled program: {fault!r:.200}") from fault
 
 

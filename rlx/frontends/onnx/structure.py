@@ -102,9 +102,13 @@ def _arity(model: onnx.ModelProto, node: onnx.NodeProto, where: str) -> Iterator
     domain = "" if node.domain == "ai.onnx" else node.domain
     if any(f.name == node.op_type and f.domain == node.domain for f in model.functions):
         return
-    schema = schema_of(node.op_type, opsets(model).get(domain, 1), domain)
-    if schema is None:
-        return  # the importer says that there is no such operator
+    yield from (f"{where} has two attributes {n!r}" for n in _twice(a.name for a in node.attribute))
+    version = opsets(model).get(domain, 1)
+    schema = schema_of(node.op_type, version, domain)
+    if schema is None:  # the importer says so; but onnx, which converts old models, crashes on operators of later versions
+        if not domain and version < OLDEST:
+            yield f"{where} is no operator of opset {version}"
+        return
     for label, count, least, most in (
         ("operands", len(node.input), schema.min_input, schema.max_input),
         ("results", len(node.output), schema.min_output, schema.max_output),
