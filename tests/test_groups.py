@@ -11,17 +11,21 @@ import pytest
 
 import rlx
 from rlx.backends import get
-from rlx.compiler import lower
+from rlx.compiler import alike, lower
 from rlx.compiler.compilation import Compilation
 from rlx.compiler.facts import facts_of
+from rlx.compiler.fuse import fuse
 from rlx.compiler.groups import parse_groups, print_groups
 from rlx.compiler.lowering import lower_group
+from rlx.compiler.options import CompileOptions
+from rlx.compiler.pipeline import run_passes
 from rlx.compiler.within import within
 from rlx.errors import ParseError, VerifyError
 from rlx.ir.graph import Graph
+from rlx.ir.handle import BufferHandle
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_parse import parse_kernels
-from rlx.ir.kernel_text import print_kernel
+from rlx.ir.kernel_text import kernel_key, print_kernel
 from rlx.ir.op import Kind
 from rlx.ir.program import Program, print_program
 from rlx.ir.target import Target
@@ -144,3 +148,47 @@ def test_reports_say_why_a_node_is_in_a_kernel_of_its_own() -> None:
     g.set_outputs([rlx.softmax(g.input("x", (2, 6), "f32") @ g.param("w", (6, 6), "f32"))])
     nodes = lower(g, TARGET, rlx.CompileOptions()).nodes
     assert any(n.why.startswith("not joined: the kernel of matmul") for n in nodes)
+
+
+# -- groups that are alike ------------------------------------------------------------------------------------------
+
+
+def lowered_apart(monkeypatch, graph, target):
+    """(groups, groups that were lowered by themselves), after comparing every kernel and its arguments with one so lowered."""
+    compilation = Compilation(target, CompileOptions())
+    facts = facts_of(run_passes(graph, compilation), compilation)
+    groups, own = fuse(facts), []
+    monkeypatch.setattr(alike, "lower_group", lambda g, facts: own.append(g) or lower_group(g, facts))
+    once = alike.Alike(facts)
+    for group in groups:
+        found, wanted = once.lowered(group), lower_group(group, facts)
+        assert (kernel_key(found.kernel), found.args) == (kernel_key(wanted.kernel), wanted.args)
+    return len(groups), len(own)
+
+
+def test_equal_layers_are_lowered_once(monkeypatch):
+    counts = {}
+    for layers in (3, 7):
+        g = Graph("layers")
+        x = g.input("x", (16, 32), "f32")
+        for i in range(layers):
+            w, b = g.param(f"w{i}", (32, 32), "f32"), g.param(f"b{i}", (32,), "f32")
+            x = rlx.layer_norm(rlx.gelu(x @ w) + x, b, b) * 0.5
+        g.set_outputs([x])
+        counts[layers] = lowered_apart(monkeypatch, g, get("cpu").target())
+    assert counts[7][0] > counts[3][0] and counts[7][1] == counts[3][1]
+
+
+def test_unlike_groups_are_lowered_apart(monkeypatch):
+    """They differ in a number, its sign, an offset, a stride, the operand that is read twice, or the dtype."""
+    g = Graph("unlike")
+    x, y, rows = g.input("x", (8, 6), "f32"), g.input("y", (8, 6), "f32"), g.input("rows", (3,), "i32")
+    h = g.handle(BufferHandle("h", (8, 6), rlx.f32))
+    whole = [x * 2.0, x * 3.0, x + x, x + y, y + y, x.astype("bf16") + y.astype("bf16"), x * h]
+    parts = [x[2:4] + 1.0, x[3:5] + 1.0, x[::4] + 1.0, y[2:4] + 1.0, x.T[2:4] + 1.0, x[rows] + 1.0, y[rows] + 1.0]
+    pads = [rlx.pad(v, low=(1, 0), high=(0, 0), value=value) for v in (x, y) for value in (0.0, -0.0, 1.0)]
+    g.assign(h, rlx.update_rows(h, x[1:3], rows[0]))
+    g.set_outputs([rlx.cumsum(v, axis=0) for v in (*whole, *parts, *pads)])
+    for name in ("cpu", "ref"):
+        groups, own = lowered_apart(monkeypatch, g, get(name).target())
+        assert own < groups

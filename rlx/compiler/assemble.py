@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlx.compiler.alike import Alike
 from rlx.compiler.check import check_program
 from rlx.compiler.compilation import Compilation
 from rlx.compiler.concurrent import group_concurrent
@@ -17,7 +18,7 @@ from rlx.compiler.control import Flow, carried_in_place, lower_control
 from rlx.compiler.facts import Facts, facts_of
 from rlx.compiler.fuse import fuse
 from rlx.compiler.groups import Group, print_groups
-from rlx.compiler.lowering import Extra, Lowered, Place, lower_group
+from rlx.compiler.lowering import Extra, Lowered, Place
 from rlx.compiler.memory import moments, no_pairs, plan_arena
 from rlx.compiler.options import CompileOptions
 from rlx.compiler.pipeline import keep_text, run_passes
@@ -67,7 +68,8 @@ def assembled(
         g: lower_control(g, facts, lambda body, keys: assembled(body, target, inner, keys, foresee).program, key.of)
         for g in groups if g.anchor is not None and g.anchor.op.kind is Kind.CONTROL
     }  # fmt: skip
-    run = ((g, flows[g].lowered if g in flows else lower_group(g, facts)) for g in groups)
+    alike = Alike(facts)
+    run = ((g, flows[g].lowered if g in flows else alike.lowered(g)) for g in groups)
     bases = ((handle, facts.places.base(v)) for handle, v in facts.graph.assigns if facts.memory(v) is v)
     copies = ((handle, Lowered(copy_kernel(handle), (base, handle))) for handle, base in bases)
     made = _scheduled(chain[tuple[Group | Value, Lowered]](run, copies), facts, stages, foresee)
