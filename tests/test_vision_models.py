@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from functools import cache
 
 import numpy as np
 import onnx
@@ -14,11 +15,13 @@ import rlx
 from benchmarks.vision_models import MODELS, SMALL
 from rlx.backends import get
 from rlx.compiler import lower
+from tests.onnx_quantised import in_float64, quantised
 
 STEPS = {"detector": 2.5, "unet": 2.2}  # at most so many per product, where 2 are too few: borders of padded images are steps
 MOVES = frozenset({"transpose", "reshape", "copy"})
 
 
+@cache
 def exported(name: str, batch: int, dynamo: bool) -> tuple[onnx.ModelProto, np.ndarray, list[np.ndarray]]:
     """The model, an image, and torch's results."""
     sizes, size = SMALL[name]
@@ -54,3 +57,17 @@ def test_the_newer_exporter_gives_the_same_results() -> None:
         model, image, want = exported(name, 2, dynamo=True)
         (found,) = rlx.Session("cpu").compile(rlx.from_onnx(model)).run({"image": image})
         np.testing.assert_allclose(found, want[0], rtol=1e-4, atol=1e-5 * np.abs(want[0]).max())
+
+
+@pytest.mark.parametrize(("name", "batch"), [("resnet18", 1), ("resnet50", 2)])
+def test_a_quantised_resnet_is_computed_on_integers(name: str, batch: int) -> None:
+    model, image, floats = exported(name, batch, dynamo=False)
+    proto = quantised(model, image)
+    want = in_float64(proto, image)
+    graph = rlx.from_onnx(proto)
+    found = rlx.Session("cpu").compile(graph).run({"image": image})[0]
+    np.testing.assert_allclose(found, want, atol=np.abs(want).max() / 255)  # a sum may be rounded to the next integer
+    assert np.abs(found - floats[0]).max() < 0.15 * np.abs(floats[0]).max()
+    products = [node for node in graph.nodes() if node.op.name in ("conv", "matmul", "int8_matmul")]
+    assert len(products) == sum(node.op_type in ("Conv", "Gemm") for node in proto.graph.node)
+    assert all(x.dtype == kind for node in products for x, kind in zip(node.inputs, (rlx.u8, rlx.i8)))
