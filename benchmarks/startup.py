@@ -232,19 +232,20 @@ def write_vision(place: Path, threads: int, name: str) -> None:
 
 
 def install_bytes(*packages: str) -> int:
-    """Size of the files of packages and of their dependencies."""
+    """Size of the files of packages and of their dependencies, where these are installed."""
     todo, seen, total = [*packages], set(), 0
     while todo:
         name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
         if name in seen:
             continue
         seen.add(name)
+        needs: list[str] = []
         if name == "rlx":
             total += sum(p.stat().st_size for p in (ROOT / "rlx").rglob("*.py"))
             import tomllib
 
             needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-        else:
+        elif _installed(name):
             files = importlib.metadata.files(name) or []
             total += sum(p.stat().st_size for f in files if f.suffix != ".pyc" and (p := Path(str(f.locate()))).is_file())
             needs = [r for r in importlib.metadata.requires(name) or [] if "extra ==" not in r and "platform" not in r]

@@ -96,6 +96,8 @@ def folder(tmp_path_factory):
         shutil.copy(source / name, place)
     torch.manual_seed(1)
     net = BertModel(BertConfig(**{**SIZES, "vocab_size": 30522}), add_pooling_layer=False).eval()
+    for p in net.parameters():
+        torch.nn.init.normal_(p, std=0.1)  # equal params would be one initialiser
     net.save_pretrained(place)
 
     class Hidden(torch.nn.Module):
@@ -116,6 +118,23 @@ def folder(tmp_path_factory):
             output_names=["last_hidden_state"], dynamic_axes={name: {0: "batch", 1: "tokens"} for name in names},
         )  # fmt: skip
     return place
+
+
+def test_only_embeddings_and_pooling_differ_from_the_kernels_of_the_folder(folder):
+    """ids of the file are i64 and may count from the end, its token types are an input, its mask is i64, and its tokens have no
+    reshape between them and the kernels before and behind: norm of the embeddings, product with the mask."""
+    from rlx.frontends.load import load_encoder
+
+    session, options = rlx.Session("cpu"), rlx.CompileOptions()
+    own, file = load_encoder(folder), load_encoder(folder / "onnx" / "model.onnx")
+    steps = [lower(g, session.target(), options).steps for g in (bert.build(own.config, 2, 8), file._graph(2, 8))]
+    keys = [[kernel_key(s.kernel) for s in found] for found in steps]
+    each = zip(steps, keys, keys[::-1])
+    named = [[s.kernel.name for s, k in zip(found, mine) if k not in other] for found, mine, other in each]
+    assert named[0] == ["gather_add", "sum_div_sub_mul_add_rsqrt", "cast", "mul_sum_div"]
+    ends = ["matmul_add_sum_div_sub_mul_rsqrt", "sum_div"]
+    assert named[1] == ["less_add_where", "less_add_where", "cast", "gather_add_sum_div_sub_mul_rsqrt", *ends]
+    assert len(steps[1]) == len(steps[0]) + 1
 
 
 def test_texts_are_embedded_as_by_the_folder_of_the_model(folder, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -11,8 +12,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from rlx.cli.options import printable
-from rlx.frontends.embedding import EmbeddingModel
 from rlx.ir.shown import sized
+
+if TYPE_CHECKING:
+    from rlx.frontends.embedding import EmbeddingModel
 
 _out = Console(highlight=False)
 
