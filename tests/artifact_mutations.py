@@ -48,6 +48,20 @@ def graphs() -> list[rlx.CompiledGraph]:
     return [layers, Session(threads=1).compile(g, CompileOptions(handles=handles))]
 
 
+def flows() -> list[rlx.CompiledGraph]:
+    """Two graphs with control flow. Whether a changed loop still ends cannot be told by reading it, and nothing is run."""
+    g = rlx.Graph("loops")
+    x = g.input("x", (5, 3), rlx.f32)
+    (h,), (seen,) = rlx.scan(lambda h, row: (rlx.tanh(h + row), h * 2.0), rlx.zeros((3,)), x)
+    (b,) = rlx.while_loop(lambda u: u.sum() < 9.0, lambda u: u + 1.0, h)
+    (a,) = rlx.cond(h.sum() > 0.0, lambda v: v + x[0], lambda v: v * 2.0, b)
+    g.set_outputs([h, seen, a])
+    branch = rlx.Graph("branch")
+    y = branch.input("y", (3,), rlx.f32)
+    branch.set_outputs(rlx.cond(y.sum() < 1.0, lambda: rlx.scan(lambda v: v + y, y, length=4)[0][0], lambda: y))
+    return [Session(threads=1).compile(made) for made in (g, branch)]
+
+
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -196,13 +210,13 @@ def main() -> None:
     args = parser.parse_args()
     seen: dict[str, Counter[str]] = {"damaged": Counter(), "hostile": Counter()}
     with tempfile.TemporaryDirectory() as folder:
-        good, bad = Path(folder) / "good.rlx", Path(folder) / "bad.rlx"
-        rlx.save(good, graphs())
-        raw = good.read_bytes()
+        files, bad = [Path(folder) / name for name in ("good.rlx", "flows.rlx")], Path(folder) / "bad.rlx"
+        for file, saved in zip(files, (graphs(), flows())):
+            rlx.save(file, saved)
         for i in range(args.count):
             rng = random.Random(f"{args.seed} {i}")
-            kind = "damaged" if i % 2 else "hostile"
-            made = damaged(raw, rng) if i % 2 else hostile(good, rng)
+            kind, good = "damaged" if i % 2 else "hostile", files[i // 2 % 2]
+            made = damaged(good.read_bytes(), rng) if i % 2 else hostile(good, rng)
             try:
                 seen[kind][outcome(bad, made)] += 1
             except Exception as e:

@@ -44,6 +44,17 @@ _TEXTS = {
         { s = ReduceSum<keepdims = 0>(x) zero = Constant<value = float {0.0}>() c = Greater(s, zero)
           y = If (c) <then_branch = yes () => (float[3] a) { a = Exp(x) },
                       else_branch = no () => (float[3] b) { b = Neg(x) }> }""",
+    "text": """<ir_version: 10, opset_import: ["" : 21, "ai.onnx.ml" : 4]>
+        net (string[2] w, float[4,2] t) => (float[a,2] y, bool[2] r, float[2,4] f)
+        { n = StringNormalizer<case_change_action = "LOWER", stopwords = ["b"]>(w)
+          i = ai.onnx.ml.LabelEncoder<keys_strings = ["a","c"], values_int64s = [0, 1], default_int64 = 2>(n)  y = Gather(t, i)
+          r = RegexFullMatch<pattern = "(a|b)+[a-z]{0,3}">(w)  s = StringConcat(w, w)
+          p, c = StringSplit<delimiter = "a">(s)
+          f = TfIdfVectorizer<mode = "TFIDF", min_gram_length = 1, max_gram_length = 2, max_skip_count = 1, ngram_counts = [0, 2],
+              ngram_indexes = [3, 0, 1, 2], pool_strings = ["a", "b", "a", "b", "b", "a"], weights = [0.5, 2.0, 3, 4.0]>(p) }""",
+    "scan": """<ir_version: 10, opset_import: ["" : 21]> net (float[3] h, float[40,3] x) => (float[3] last, float[40,3] rows)
+        { last, rows = Scan <num_scan_inputs = 1, body = b (float[3] s, float[3] x1) => (float[3] t, float[3] row)
+            { t = Sub (x1, s)  row = Tanh (t) }> (h, x) }""",
     "function": """<ir_version: 10, opset_import: ["" : 21, "mine" : 1]> net (float[3] x) => (float[3] y)
         { y = mine.f<k = 2.0>(x) }
         <opset_import: ["" : 21], domain: "mine"> f <k: float> (a) => (c) { e = Elu<alpha: float = @k>(a) c = Mul(e, a) }""",
@@ -164,6 +175,8 @@ def _named(net: OnnxModel) -> set[str]:
 
 
 def _given(i: object) -> np.ndarray | None:
+    if i.kind == "text":
+        return np.array(["abA", "c"], object)
     if i.shape is None or sum(1 for _ in i.shape.dims) > 8:
         return None
     dims = tuple(d if isinstance(d, int) else 2 for d in i.shape.dims)

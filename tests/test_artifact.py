@@ -17,7 +17,7 @@ import rlx
 from rlx.host import container
 from rlx.runtime import BucketedCompileCache, CompileOptions, Session
 from rlx.runtime.artifact import ArtifactFile
-from tests.artifact_mutations import closed, damaged, graphs, hostile, opened, outcome, rewritten
+from tests.artifact_mutations import closed, damaged, flows, graphs, hostile, opened, outcome, rewritten
 
 from rlx.errors import (  # isort: skip
     BindingError, CorruptFileError, DeviceUnavailableError, DuplicateNameError, FormatError, InputShapeError, MissingParamError,
@@ -383,8 +383,10 @@ def test_damaged_files(made, tmp_path):
 
 
 def test_hostile_files_with_valid_checksums(made, tmp_path):
-    seen = [outcome(tmp_path / "x.rlx", hostile(made[0], random.Random(i))) for i in range(300)]
-    assert seen.count("CorruptFileError") > 150
+    rlx.save(tmp_path / "flows.rlx", flows())
+    for path, count in ((made[0], 250), (tmp_path / "flows.rlx", 100)):
+        seen = [outcome(tmp_path / "x.rlx", hostile(path, random.Random(i))) for i in range(count)]
+        assert seen.count("CorruptFileError") > count / 2
 
 
 HOSTILE: dict[str, tuple[Any, str]] = {
@@ -427,6 +429,7 @@ def test_hostile_manifests(what, made, tmp_path):
         (("plan", 0), 8, "outside the arena"), (("plan", 1), 3, "alignment"), (("plan", 0), 1 << 60, "no memory has room"),
         (("offsets", 0, 1), 1 << 40, "outside the arena"), (("phases", "steps", 0, 1, 0), 999, "does not exist"),
         (("buffers", 0, 1, 1), 1 << 60, "outside the arena"), (("kernels", 0, 2, 0, 2), 1 << 30, "is f32"),
+        (("buffers", 3, 4, 1, 0, 1), 0, "ZeroDivisionError"),
     ],
 )  # fmt: skip
 def test_hostile_programs(place, value, message, made, tmp_path):
