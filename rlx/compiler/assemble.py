@@ -265,4 +265,6 @@ def _reports(source: Graph, facts: Facts, lowered: dict[Group, Lowered]) -> tupl
         for i, node in enumerate(n for n in group.nodes if n not in views):
             how = "prepared" if group.static else native if node is group.anchor else "lowered"
             out.append(report(node, how, kernel.name, decide(node)[1] or group.why * (i == 0)))
+    kept = {n for group in lowered for n in group.nodes}
+    views |= {host.node: None for host, _ in facts.places.hosts.values() if host.node not in kept}  # all parts lie in place
     return (*out, *(report(node, "view") for node in views))

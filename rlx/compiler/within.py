@@ -65,6 +65,9 @@ class _Within:
         fills = [p for p in parts if not isinstance(p.source, Value)]
         split = [Group(v.shape.static, False, None, dict.fromkeys(nodes, "full"), {*nodes} - {v.node}, stores={v: None})
                  for v, nodes in inner.items()]  # fmt: skip
+        for node in {n for nodes in inner.values() for n in nodes}:
+            del group.forms[node]
+            group.absorbed.discard(node)
         if fills:
             self.facts.fills[whole] = fills
         return [*split, *([group] if fills else ())]
