@@ -18,6 +18,7 @@ from rlx.backends.cpu.backend import with_natives
 from rlx.backends.cpu.kernels import contract, tiles
 from rlx.backends.cpu.kernels.grouped import claim
 from rlx.backends.cpu.kernels.tiles import Plan, plan
+from rlx.backends.cpu.target import target_for
 from rlx.backends.ref.interpret import run_kernel
 from rlx.compiler import lower
 from rlx.ir.dtype import DType, bf16, f16, f32, f64, i8, i32, i64, u8
@@ -66,7 +67,7 @@ def convolution(shape: Shape, target: Target, dtypes: plain.DTypes = F32, limit:
     images, rows, columns, inputs, outputs, high, wide, stride, dilation = shape
     tall, width = (rows - 1) * stride + (high - 1) * dilation + 1, (columns - 1) * stride + (wide - 1) * dilation + 1
     m, k = images * rows * columns, high * wide * inputs
-    panel, group = target.panel("u8 i8" if dtypes[0] == u8 else dtypes[1].name)
+    panel, group = target.panel("u8 i8" if dtypes[0] == u8 else dtypes[1].name, outputs)
     group = group if dtypes in ((bf16, bf16, f32), (u8, i8, i32)) else 1
     row, outer = levels([(columns, stride * inputs), (rows, stride * width * inputs), (images, tall * width * inputs)])
     column, inner = levels([(inputs, 1), (wide, dilation * inputs), (high, dilation * width * inputs)])
@@ -120,7 +121,7 @@ def test_windows_of_every_dtype(shape: Shape, dtypes: plain.DTypes) -> None:
 def test_parts_of_a_deep_panel_are_runs_of_channels(shape: Shape, part: int) -> None:
     """A part of k ends where a run of elements does, or a run is whole parts; the bits are those of one loop over k."""
     target, outputs = TARGETS["host"], shape.outputs
-    kernel, panel = convolution(shape, target), target.panel("f32")[0]
+    kernel, panel = convolution(shape, target), target.panel("f32", outputs)[0]
     values = {"a": plain.numbers(kernel.buffers[0].size, f32, 0), "b": plain.numbers(kernel.buffers[1].size, f32, 1)}
     whole = plain.run(kernel, target, values)["c"]
     low = replace(target, core_cache_bytes=8 * 4 * panel * part)
@@ -182,12 +183,27 @@ def test_an_image_of_few_channels_is_padded_and_read_by_rows() -> None:
 
 
 def test_rows_that_come_from_afar_are_prefetched() -> None:
-    """In products with few panels, also where rows lie in runs of a padded image; the address may be outside of all memory."""
+    """In products with few panels, also where rows lie in runs of a padded image, or are windows that overlap; the address may be
+    outside of all memory."""
     target = TARGETS["host"]
-    for shape, far in ((Shape(1, 33, 35, 64, 70, 1, 1), True), (Shape(1, 9, 35, 64, 70, 1, 1), False)):
+    for m, window, far in ((33, 1, True), (9, 1, False), (33, 3, True), (9, 3, False)):
+        shape = Shape(1, m, 35, 64, 70, window, window)
         kernel = convolution(shape, target)
         assert plan_of(kernel, target).rows_ahead == far
         plain.check_product(kernel, target)
+
+
+def test_panels_of_a_convolution_are_of_equal_width() -> None:
+    """Of 64 columns where one of 16 would be left over; products of other kinds have one width for any number of columns."""
+    target = target_for("x86_64-unknown-linux-gnu", "x86-64-v4")
+    found = plan_of(convolution(SHAPES[0], target), target)
+    assert [target.panel("f32", n)[0] for n in (0, 48, 64, 96, 128, 256, 512)] == [48, 48, 64, 48, 48, 64, 48]
+    assert (found.vectors, found.panels, found.rows) == (4, 1, 4)  # 7 rows of an image in tiles of 4 and 3
+    g = rlx.Graph("both")
+    x, w = g.input("x", (1, 14, 14, 64), f32), g.param("w", (1, 1, 64, 64), f32)
+    g.set_outputs([conv(x, w, channels_last=True), x.reshape((-1, 64)) @ w.reshape((64, 64))])
+    bodies = [s.kernel.body[0] for s in lower(g, target, rlx.CompileOptions()).steps]
+    assert sorted(c.b.panel for c in bodies if isinstance(c, Contract)) == [48, 64]
 
 
 def test_results_that_go_to_memory_are_prefetched() -> None:

@@ -48,7 +48,8 @@ def _packed(node: Node, compilation: Compilation) -> Value | None:
     if not product or compilation.is_static(node):
         return None
     (left, right), facts = node.inputs[:2], contraction(node)
-    columns, group = target.panel(right.dtype.name if left.dtype == right.dtype else f"{left.dtype} {right.dtype}")
+    dtypes = right.dtype.name if left.dtype == right.dtype else f"{left.dtype} {right.dtype}"
+    columns, group = target.panel(dtypes, right.shape.static[1] if len(facts.a_sum) > 1 else 0)
     if not columns or not compilation.is_static(right.node) or not (is_matrix(facts) or facts.group >= 0):
         return None
     layout = panels(columns, group) if facts.group < 0 else group_panels(columns, group)

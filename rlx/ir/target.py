@@ -43,7 +43,7 @@ def _as_lowered(kernel: Kernel) -> Kernel:
     return kernel
 
 
-def _unpacked(dtype: str) -> tuple[int, int]:
+def _unpacked(dtype: str, columns: int = 0) -> tuple[int, int]:
     return 0, 1
 
 
@@ -63,7 +63,8 @@ class Target:
     kernel writes the operand to memory first.
     `pairs(node)`: True if this contraction has the sums of columns j and j + n / 2 at once, for an epilogue that reads both.
     `panel(dtype name)`: (columns per packed panel of a contraction's right operand, 0: never packed; number of its rows that are
-    interleaved). For operands of two dtypes, both names: "u8 i8".
+    interleaved). For operands of two dtypes, both names: "u8 i8". `panel(dtype name, columns)`: that of a convolution with so
+    many columns; other products, of any number of rows and columns, read panels of one width.
     `widens`: dtypes of operands, left and right ("bf16 f8e4m3"), of contractions that read the right one in its own dtype.
     `levels`: contractions read a left operand whose rows and columns lie in levels (Operand.row_levels), where it lies; without
     it, such an operand is copied first.
@@ -103,7 +104,7 @@ class Target:
     follows: Callable[[Node], bool] = field(default=_always, compare=False)
     computes: Callable[[Producer], bool] = field(default=_never, compare=False)
     pairs: Callable[[Node], bool] = field(default=_never, compare=False)
-    panel: Callable[[str], tuple[int, int]] = field(default=_unpacked, compare=False)
+    panel: Callable[..., tuple[int, int]] = field(default=_unpacked, compare=False)
     schedule: Callable[[Kernel], Kernel] = field(default=_as_lowered, compare=False)
 
     @property

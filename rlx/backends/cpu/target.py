@@ -14,10 +14,12 @@ from rlx.ir.kernel import Kernel
 from rlx.ir.target import Target
 
 
-def panel_of(target: Target, dtype: str) -> tuple[int, int]:
+def panel_of(target: Target, dtype: str, all_columns: int = 0) -> tuple[int, int]:
     """(columns, interleaved rows) of a packed panel. Columns: the width of a register tile of f32 (f64: half); 0: never packed.
-    Rows: as many as one instruction sums products of (dots.py). `dtype`: see Target.panel."""
+    Rows: as many as one instruction sums products of (dots.py). `dtype`, `all_columns`: see Target.panel."""
     columns = 48 if target.vector_bytes == 64 else 16
+    if columns == 48 and all_columns in (64, 256):
+        columns = 64  # else a last panel of 16 reads all of a for few products
     if {"bf16": "amx-bf16", "u8 i8": "amx-int8"}.get(dtype) in target.features:
         columns = 32  # two blocks of the matrix unit
     operands = [DTYPES[name] for name in dtype.split()]

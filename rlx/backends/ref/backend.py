@@ -52,7 +52,7 @@ class RefBackend:
             few_kernels=index > 0,
             computes=lambda producer: True,
             pairs=lambda node: True,
-            panel=lambda dtype: panel,
+            panel=lambda dtype, columns=0: panel,
             schedule=long_sums,
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels import amx
@@ -16,6 +17,7 @@ from rlx.backends.cpu.kernels.matrix import MatrixUnit
 from rlx.backends.cpu.kernels.module import SCRATCH, step
 from rlx.backends.cpu.kernels.product import Product, row_statements, stored_to
 from rlx.backends.cpu.kernels.tile import (
+    LINE,
     Layout,
     Tile,
     stage_levels_function,
@@ -197,10 +199,21 @@ class _Contraction(Product):
                 else:
                     name = f"tile_{height}x{vectors}_{masked}"
                     at_a, rows = self.a.at(e, a, row), list[V]()
-                    if p.rows_ahead:  # each tile prefetches the rows of the next
+                    if p.rows_ahead and self.a.col_levels:
+                        self._fetch_windows(e, at_a, height)
+                    elif p.rows_ahead:  # each tile prefetches the rows of the next
                         t, rows = replace(t, rows_ahead=self.a.byte(height, 0) // steps), [self.a.at(e, at_a, height)]
                     self._tile(e, t, name, at_a, b, sums, layout, steps, *jumps, *ahead, *rows)
         return heights[0][1]
+
+    def _fetch_windows(self, e: Emitter, a: V, height: int) -> None:
+        """Prefetch the rows of the next tile where windows overlap: of their outermost level the last part alone is new."""
+        source, counts = self.a, [count for count, _ in self.a.col_levels]
+        parts, stride = self.steps // prod(counts), source.col_levels[-1][1]
+        new = source.at(e, e.gep(a, (parts - 1) * stride * source.dtype.itemsize), height)
+        beyond = max(0, counts[0] * source.dtype.itemsize - source.byte(1, 0))  # the last row is as long as its run
+        with e.loop(0, source.byte(height, 0) + beyond, LINE) as at:
+            e.prefetch(step(e, new, at.index, 1), level=2)
 
     def _tile(self, e: Emitter, t: Tile, name: str, a: V, b: V, sums: V, layout: Layout, steps: int, *other: V) -> None:
         """`other`: the column of a at which k begins, if it jumps, and the places to prefetch from, if there are any."""

@@ -321,9 +321,10 @@ def _fetches_rows(c: Contract, group: int, panels: int, depth: int, staged: bool
     """Whether tiles prefetch rows of a: they come from a far cache or from memory, and few panels share the time that takes. The
     processor itself prefetches along rows, not the first elements of the next ones."""
     a = c.a
-    if not isinstance(a, Operand) or staged or depth or a.col_levels or panels > FEW_PANELS:
+    if not isinstance(a, Operand) or staged or depth or panels > FEW_PANELS or a.col_stride != 1:
         return False
-    return a.col_stride == 1 and a.row_stride == c.k and c.m * c.k * a.dtype.itemsize >= FAR_ROWS
+    adjoin = group == 1 if a.col_levels else a.row_stride == c.k
+    return adjoin and c.m * a.row_stride * a.dtype.itemsize >= FAR_ROWS
 
 
 def _depth(c: Contract, group: int, columns: int, matrix: bool, stage_a: bool, target: Target) -> int:
