@@ -58,45 +58,41 @@ template <int BY = 16, int N> RLX_FN float rlx_sum_lanes(const float (&a)[N], in
 }
 
 /* sums[warp][column][row]: over the elements x[row][q] of this thread by those of `count` columns, in pieces of COLUMNS of them for
-   each team of WARPS warps. The columns of TOGETHER pieces are added over the lanes together. SPAN: columns of `sums`. */
-template <int SLOTS, int COLUMNS, int TOGETHER, int WARPS, int K, int SPAN, class E, int M, int AHEAD, int SIZE, class F>
+   each team of WARPS warps. SPAN: columns of `sums`. */
+template <int SLOTS, int COLUMNS, int WARPS, int K, int SPAN, class E, int M, int AHEAD, int SIZE, class F>
 RLX_FN void rlx_ring_sums(
   const unsigned char* ring, uint64_t* filled, uint64_t* used, int& place, int& phase, const float (&x)[M][AHEAD][SIZE],
   const F& wide, int count, float* sums, int me
 ) {
-  constexpr int RUN = WARPS * 32 * SIZE, WIDE = COLUMNS * (8 / WARPS), EACH = COLUMNS * M, ALL = rlx_ring_power(EACH * TOGETHER);
+  constexpr int RUN = WARPS * 32 * SIZE, WIDE = COLUMNS * (8 / WARPS), EACH = COLUMNS * M, ALL = rlx_ring_power(EACH);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = warp / WARPS * COLUMNS;
   #pragma unroll 1
-  for (int column = 0; column < count; column += WIDE * TOGETHER) {
+  for (int column = 0; column < count; column += WIDE) {
     float sum[ALL] = {};
     #pragma unroll
-    for (int p = 0; p < TOGETHER; p++) {
-      if (column + p * WIDE >= count) continue;
-      #pragma unroll
-      for (int q = 0; q < AHEAD; q++) {
-        rlx_ring_await(filled + place, phase);
-        const E* const run = (const E*)ring + (place * WIDE + own) * RUN + me * SIZE;
-        if (K == RUN * AHEAD || q < AHEAD - 1 || q * RUN + me * SIZE < K) {
-          E raw[COLUMNS][SIZE];
+    for (int q = 0; q < AHEAD; q++) {
+      rlx_ring_await(filled + place, phase);
+      const E* const run = (const E*)ring + (place * WIDE + own) * RUN + me * SIZE;
+      if (K == RUN * AHEAD || q < AHEAD - 1 || q * RUN + me * SIZE < K) {
+        E raw[COLUMNS][SIZE];
+        #pragma unroll
+        for (int n = 0; n < COLUMNS; n++) rlx_fetch<SIZE>(raw[n], run + n * RUN);
+        #pragma unroll
+        for (int n = 0; n < COLUMNS; n++) {
+          float w[SIZE];
+          wide(w, raw[n]);
           #pragma unroll
-          for (int n = 0; n < COLUMNS; n++) rlx_fetch<SIZE>(raw[n], run + n * RUN);
-          #pragma unroll
-          for (int n = 0; n < COLUMNS; n++) {
-            float w[SIZE];
-            wide(w, raw[n]);
+          for (int r = 0; r < M; r++)
             #pragma unroll
-            for (int r = 0; r < M; r++)
-              #pragma unroll
-              for (int v = 0; v < SIZE; v++) sum[p * EACH + n * M + r] = fmaf(x[r][q][v], w[v], sum[p * EACH + n * M + r]);
-          }
+            for (int v = 0; v < SIZE; v++) sum[n * M + r] = fmaf(x[r][q][v], w[v], sum[n * M + r]);
         }
-        rlx_ring_leave(used + place, lane);
-        if (++place == SLOTS) place = 0, phase ^= 1;
       }
+      rlx_ring_leave(used + place, lane);
+      if (++place == SLOTS) place = 0, phase ^= 1;
     }
     const float all = rlx_sum_lanes(sum, lane);
-    const int e = lane / (32 / ALL), of = column + e / EACH * WIDE + own;
-    if (lane % (32 / ALL) == 0 && e < EACH * TOGETHER) sums[(warp % WARPS * SPAN + of) * M + e % EACH] = all;
+    const int e = lane / (32 / ALL);
+    if (lane % (32 / ALL) == 0 && e < EACH) sums[(warp % WARPS * SPAN + column + own) * M + e] = all;
   }
 }
 /* A sum of WARPS warps, whose parts are PITCH numbers apart. */

@@ -33,7 +33,6 @@ MOST_SLOTS, WINDOW_BYTES = 16, (48 << 10, 64 << 10)  # of the ring; in flight, o
 EARLY = 1  # pieces in flight until earlier kernels have ended
 LONG_BYTES = 128 << 10  # of a block, from which on a product is long
 KEPT, FETCHED = 64, 64  # elements of the left operand that a thread keeps; of rows that it loads before it uses the first
-ADDED, UNROLLED = 16, 8  # sums that are added over the lanes together; pieces in a row without a loop
 FINISHED, RESERVED = 256, 256  # sums that meet at once; bytes of what is declared besides
 # of loads of so many elements; the loss by more copies where warps take different columns
 VALUE, APART = {16: 1.0, 8: 1.0, 4: 0.97, 2: 0.8, 1: 0.5}, 0.1
@@ -42,10 +41,9 @@ VALUE, APART = {16: 1.0, 8: 1.0, 4: 0.97, 2: 0.8, 1: 0.5}, 0.1
 @record
 class RingLaunch(GemvLaunch):
     """A run is what the threads of a team read of a column at once, `size` elements each. A piece has a run of `columns` columns
-    of each team; `ahead` runs make a column. `together`: pieces of different columns whose sums are added over the lanes at
-    once. `span`: columns whose sums meet in shared memory at once. `slots` of the ring, `window` of them in flight."""
+    of each team; `ahead` runs make a column. `span`: columns whose sums meet in shared memory at once. `slots` of the ring,
+    `window` of them in flight."""
 
-    together: int = 1
     span: int = 1
     slots: int = 2
     window: int = 2
@@ -133,9 +131,7 @@ def _with_ring(at: RingLaunch) -> RingLaunch | None:
     teams, run = WARPS // at.warps, WARPS * LANES * at.size * at.item  # a lane copies a column
     columns = min(MOST_COLUMNS, LANES // teams, PIECE_BYTES // run, -(-at.own // teams))
     at, m = replace(at, columns=columns), at.contract.m
-    together = max(1, min(-(-at.own // at.wide), ADDED // (columns * m), FINISHED // (at.wide * m), UNROLLED // at.ahead))
-    step = at.wide * together
-    at = replace(at, together=together, span=max(1, min(FINISHED // m // step, -(-at.own // step))) * step)
+    at = replace(at, span=max(1, min(FINISHED // m // at.wide, -(-at.own // at.wide))) * at.wide)
     slots = min(MOST_SLOTS, (BESIDE - RESERVED - at.sums - 16 * MOST_SLOTS) // at.piece)
     return replace(at, slots=slots, window=min(slots, max(1, WINDOW_BYTES[at.shared == LONG] // at.piece))) if slots > 1 else None
 
@@ -202,7 +198,7 @@ class RingWriter(AheadWriter, GemvWriter):
             self.line(f"const int end = last - at < {span} ? last : at + {span};")
             self.line("if (at > first) rlx_sync<256>();  // the sums in front have been read")
             self.load_ahead(s, f"threadIdx.x < (end - at) * {s.m}", self.place)
-            how = f"{at.slots}, {at.columns}, {at.together}, {at.warps}, {s.k}, {at.span}, {CUDA.element(b.dtype)}"
+            how = f"{at.slots}, {at.columns}, {at.warps}, {s.k}, {at.span}, {CUDA.element(b.dtype)}"
             count = f"(end - at) * {at.both}" if at.both > 1 else "end - at"
             self.line(f"rlx_ring_sums<{how}>(rlx_shared, filled, used, place, phase, x, wide, {count}, sums, me);")
             self.line("rlx_sync<256>();")
