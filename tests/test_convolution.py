@@ -12,9 +12,11 @@ import torch
 from numpy.random import Generator
 
 import rlx
+from rlx.compiler import lower
 from rlx.errors import AttributeValueError, DTypeError, RlxError, ShapeError
-from rlx.ir.dtype import as_dtype
+from rlx.ir.dtype import DTYPES, as_dtype
 from rlx.ir.kernel import Contract
+from rlx.ir.target import Target
 from tests import conv_oracles
 
 SESSIONS = {device: rlx.Session(device) for device in ("cpu", "ref:0", "ref:1")}
@@ -125,6 +127,20 @@ def test_a_cast_stands_in_front_of_the_windows() -> None:
     g.set_outputs([rlx.conv(g.input("x", (1, 9, 9, 8), "f32"), g.param("w", (3, 3, 8, 16), "f32"), channels_last=True)])
     casts = [s.kernel for s in SESSIONS["ref:1"].compile(g, rlx.CompileOptions(precision="bf16")).program().steps]
     assert [b.size for k in casts for b in k.buffers if b.dtype.name == "bf16" and b.writable] == [9 * 9 * 8]
+
+
+@pytest.mark.parametrize(
+    ("width", "strides", "rows"), [(28, 2, [(2 * 14 * 14,)]), (28, 1, [(2 * 28 * 28,)]), (200, 2, [(2, 14, 100)])]
+)
+def test_pixels_that_a_stride_takes_apart_are_one_matrix(width: int, strides: int, rows: list[tuple[int, ...]]) -> None:
+    """Where a target reads one stride of rows, a product of each short row of an image would read all weights again."""
+    g = rlx.Graph("conv")
+    x, w = g.input("x", (2, 28, width, 8), "f32"), g.param("w", (1, 1, 8, 16), "f32")
+    g.set_outputs([rlx.conv(x, w, strides=strides, channels_last=True)])
+    steps = lower(g, Target("any", frozenset(DTYPES), channels_last=True), rlx.CompileOptions()).steps
+    contracts = [(s.kernel, c) for s in steps for c in s.kernel.body if isinstance(c, Contract)]
+    assert [(*(n for _, n in kernel.grid), c.m) for kernel, c in contracts] == rows
+    assert len(steps) == 1 + (rows == [(2 * 14 * 14,)])
 
 
 def test_a_batch_may_have_a_name_and_be_part_of_a_bucket() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rlx.compiler.compilation import Compilation
@@ -13,13 +14,15 @@ from rlx.ir.op import OPS, Kind
 from rlx.ir.ops import copy, pad, reshape, transpose
 
 FEW_CHANNELS = 4  # of an image: its pixels are runs too short to copy
+TALL = 64  # rows with a common stride, from which on a product of them is not slower than a copy and one of all rows
 
 
 def levels(graph: Graph, compilation: Compilation) -> Graph:
-    """`graph` with a copy in front of each contraction whose left operand has no common stride along the axes that are summed,
-    unless the target reads such operands (Target.levels). If it does, the order of the image's axes in memory is free: padding of
-    an image with few channels last comes before the view that puts them there, or is of its rows as single runs, so that whole
-    rows are copied; and sums with weights known before a run are in the order of memory."""
+    """`graph` with a copy in front of each contraction whose left operand has no common stride along the axes that are summed, or
+    only along a few rows, as an image of which a convolution takes every other pixel; unless the target reads such operands
+    (Target.levels). If it does, the order of the image's axes in memory is free: padding of an image with few channels last comes
+    before the view that puts them there, or is of its rows as single runs, so that whole rows are copied; and sums with weights
+    known before a run are in the order of memory."""
     nodes = graph.nodes()
     if not any(n.op is OPS["pad"] or (n.op.kind is Kind.CONTRACT and len(contraction(n).a_sum) > 1) for n in nodes):
         return graph
@@ -33,10 +36,13 @@ def _copied(graph: Graph) -> NewNode:
     places, copies = Places(graph), dict[Value, Value]()
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
-        if node.op.kind is not Kind.CONTRACT or len(axes := contraction(node).a_sum) < 2:
+        if node.op.kind is not Kind.CONTRACT or len(axes := (facts := contraction(node)).a_sum) < 2:
             return keep(node, inputs)
-        left = node.inputs[0]
-        if one_stride(places.locate(left)[1], left.shape.static, axes):
+        left, rows = node.inputs[0], facts.a_rows
+        layout, dims = places.locate(left)[1], left.shape.static
+        apart = next(n for n in range(len(rows) + 1) if one_stride(layout, dims, rows[n:]))
+        tall = not is_matrix(facts) or not apart or math.prod(dims[axis] for axis in rows[apart:]) >= TALL
+        if tall and one_stride(layout, dims, axes):
             return keep(node, inputs)
         copies.setdefault(left, copy(inputs[0]))  # type: ignore[arg-type]
         return keep(node, (copies[left], *inputs[1:]))
