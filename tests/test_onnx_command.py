@@ -71,6 +71,9 @@ def test_run_takes_artifacts_of_graphs(file, tmp_path, capsys):
     (("--input", "x"), "--input is name=file.npy; got 'x'"), (("--input", "x="), "--input is name=file.npy; got 'x='"),
     (("--input", "x=a.npy", "--input", "x=b.npy"), "--input x is given twice: a.npy and b.npy"),
     (("--random", "--dim", "n=1", "--graph", "net"), "--graph is for artifact files"),
+    (("--random", f"--dim=n={10**14}"), "input 'x' is f32[n,40]: there is no room for random numbers of dims [1000000"),
+    (("--random", f"--dim=n={10**30}"), "there is no room for random numbers"),
+    (("--random", "--dim", "n=1", "--output", f"{__file__}/out"), "test_onnx_command.py is no folder"),
 ])  # fmt: skip
 def test_wrong_arguments_of_run_are_named(args, message, file, capsys):
     assert message in says(capsys, "run", file, *args, fails=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -12,7 +13,7 @@ import typer
 
 from rlx.cli import options as o
 from rlx.cli.progress import Bars
-from rlx.errors import ModelError, OptionError, RlxError, Unsupported, known
+from rlx.errors import ModelError, OptionError, OutOfMemoryError, RlxError, Unsupported, known
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,8 +53,11 @@ def run(
     from rlx.ir.shown import sized
     from rlx.runtime.artifact import begins_with
 
-    if output is not None and output.exists() and not output.is_dir():
-        raise RlxError(f"cannot write to {output}: it is no folder")
+    if output is not None:
+        near = next(p for p in (output, *output.absolute().parents) if p.exists())
+        if not near.is_dir() or not os.access(near, os.W_OK):
+            why = "it" if near == output else str(near)
+            raise RlxError(f"cannot write to {output}: {why} is {'not writable' if near.is_dir() else 'no folder'}")
     of_file = begins_with(model)
     if graph is not None and not of_file:
         raise OptionError(f"--graph is for artifact files, and {model} is none")
@@ -201,7 +205,12 @@ def arrays(
             raise OptionError(f"input {name!r} has no declared dims: give it, --input {name}=file.npy")
         if left := [str(d) for d in shape.dims if not isinstance(d, int) and str(d) not in bound]:
             raise OptionError(f"input {name!r} is {shape}: give the size of {left[0]}, as --dim {left[0]}=1")
-        made[name] = random_array(tuple(d if isinstance(d, int) else bound[str(d)] for d in shape.dims), shape.dtype, rng)
+        dims = tuple(d if isinstance(d, int) else bound[str(d)] for d in shape.dims)
+        try:
+            made[name] = random_array(dims, shape.dtype, rng)
+        except (MemoryError, ValueError) as e:  # more than an array can have, or than there is memory
+            why = f"there is no room for random numbers of dims {list(dims)}: {e}"
+            raise OutOfMemoryError(f"input {name!r} is {shape}: {why}") from None
     return made
 
 
