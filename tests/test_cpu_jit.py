@@ -372,13 +372,14 @@ def test_kernels_are_made_while_the_graph_is_lowered(monkeypatch: pytest.MonkeyP
     x, h = g.input("x", (5, 7), "f32"), g.handle(rlx.BufferHandle("h", (5, 3), rlx.f32))
     g.set_outputs([rlx.softmax(x @ g.param("w", (7, 3), "f32")) + h])
     g.assign(h, h * 2.0)
-    foreseen: list[str] = []
+    foreseen: list[tuple[str, bool]] = []
 
     def ahead(make: Any, threads: int) -> Any:
-        return lambda job: (foreseen.append(job.key), make(job))
+        return lambda job: (foreseen.append((job.key, job.once)), make(job))
 
     def at_once(make: Any, jobs: Any, progress: Any) -> Any:
-        assert {job.key for job in jobs} == set(foreseen) and len(foreseen) == len(set(foreseen)) > 2
+        assert {(job.key, job.once) for job in jobs} == set(foreseen) and len(foreseen) == len(set(foreseen)) > 2
+        assert {once for _, once in foreseen} == {True, False}
         before = make.misses
         made = [make(job) for job in jobs]
         assert make.misses == before
@@ -386,8 +387,8 @@ def test_kernels_are_made_while_the_graph_is_lowered(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(backend, "Ahead", ahead)
     monkeypatch.setattr(backend, "at_once", at_once)
-    rlx.Session(threads=1).compile(g)
-    assert foreseen
+    packed = [text for name, text in rlx.Session(threads=1).compile(g).report().texts.items() if name.startswith("pack")]
+    assert foreseen and len(packed) == 1 and "optnone" in packed[0]
 
 
 def test_what_is_made_ahead_is_made_in_few_threads_and_faults_are_left_out() -> None:

@@ -13,10 +13,12 @@ from rlx.ir.kernel import Kernel
 from rlx.ir.program import Program
 from rlx.ir.target import Target
 
+Foresee = Callable[[Kernel, bool], None]
 
-def lower(graph: Graph, target: Target, options: CompileOptions, foresee: Callable[[Kernel], None] | None = None) -> Program:
+
+def lower(graph: Graph, target: Target, options: CompileOptions, foresee: Foresee | None = None) -> Program:
     """The checked program of `graph` for `target`. Raises CompileError, Unsupported, VerifyError or OptionError. `foresee` is
-    called with each kernel of the program as soon as it is known."""
+    called with each kernel of the program as soon as it is known, and whether params alone decide what it computes."""
     from rlx.compiler.assemble import assembled  # on first use: a process whose programs come from the disk cache needs no passes
 
     return assembled(graph, target, options, foresee=foresee).program

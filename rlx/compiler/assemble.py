@@ -35,7 +35,7 @@ from rlx.ir.program import BufferDecl, NodeReport, OutputDecl, Program, Region, 
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
 
-Foresee = Callable[[K.Kernel], None]
+Foresee = Callable[[K.Kernel, bool], None]
 LEAF_REGIONS = {INPUT: Region.INPUT, PARAM: Region.PARAM, HANDLE: Region.HANDLE, CONSTANT: Region.CONSTANT}
 
 
@@ -53,7 +53,7 @@ def assembled(
     graph: Graph, target: Target, options: CompileOptions, outer: Mapping[str, str] | None = None, foresee: Foresee | None = None
 ) -> Assembled:
     """The program of `graph`. Raises CompileError, VerifyError or OptionError. `outer`: it is a sub-graph (Compilation.nested),
-    and these are the names of what its params are outside. `foresee` is called with each kernel once it is known."""
+    and these are the names of what its params are outside. `foresee`: see rlx.compiler.lower."""
     nested = outer is not None
     stages: dict[str, str] = {}
     graphs: dict[str, Graph] = {}
@@ -226,7 +226,7 @@ def _scheduled(
             known[text] = ordered = x.kernel if x.kernel.flow else facts.target.schedule(x.kernel)
             changed += [(x.kernel, ordered)] if ordered is not x.kernel else []
             if foresee is not None:
-                foresee(ordered)
+                foresee(ordered, isinstance(key, Group) and key.static)
         out[key] = x._replace(kernel=known[text])
     for before, after in changed:
         if after.buffers != before.buffers:

@@ -112,9 +112,10 @@ class Opening(Protocol):
 class Warming(Protocol):
     """A Backend whose compiler takes long."""
 
-    def warm(self, target: Target) -> Callable[[Kernel], None]:
+    def warm(self, target: Target) -> Callable[[Kernel, bool], None]:
         """Begin to load the compiler in another thread, since a compile will need it. Returns a function that begins to make the
-        code of a kernel, without a tiling, for a program that is not known yet. Errors of both are those of the compile."""
+        code of a kernel, without a tiling, for a program that is not known yet; True: it runs only when params are set. Errors
+        of both are those of the compile."""
         ...
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlx.host.abi import P
-from rlx.host.emit import Emitter, V
+from rlx.host.emit import QUICK, Emitter, V
 
 NULL = V("null", "ptr")
 EVERYBODY = V("2147483647", "i32")  # number of sleepers that FUTEX_WAKE wakes: all
@@ -93,4 +93,4 @@ class Functions:
         bodies = [body() for _ in texts]
         functions = [text(e) for text, e in zip(texts, bodies)]
         declarations = dict.fromkeys(line for e in bodies for line in e.declarations)
-        return "\n".join([*declarations, "attributes #0 = { nounwind }", *functions])
+        return "\n".join([*declarations, f"attributes #0 = {{ {QUICK} }}", *functions])
