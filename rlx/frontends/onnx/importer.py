@@ -236,7 +236,7 @@ class Importer:
         counts = {b.count: f"{name}.count" for name, v in zip(names, values) if (b := self.bounds.get(v))}
         self.graph.set_outputs([*values, *counts], [*names, *counts.values()])
         self.cuts = {n: (b.axis, counts[b.count]) for n, v in zip(names, values) if (b := self.bounds.get(v))}
-        self.graph = tidied(self.graph)
+        self.graph = tidied(self.graph, self.made)
         used = {v for n in self.graph.nodes() for v in n.inputs} | set(self.graph.outputs)
         self.graph.params = [p for p in self.graph.params if p in used]
         left = {p.name for p in self.graph.params}

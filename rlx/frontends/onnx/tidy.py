@@ -1,12 +1,14 @@
 """The graph of a model as rlx's own networks are written, so that it becomes the same kernels.
 
-Exporters write the projections of queries, keys and values as three products of one operand: they become one product. A bias
-stands in front of or behind the product, by exporter: it goes behind. Positions that are computed become constants.
+Exporters write the projections of queries, keys and values as three products of one operand: they become one product, and their
+weights one param. A bias stands in front of or behind the product, by exporter: it goes behind. Positions that are computed
+become constants.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,11 +20,13 @@ from rlx.ir.op import OPS
 
 SMALL = 1 << 16  # bytes of a constant that is computed here
 COMMUTE = (OPS["add"], OPS["mul"])
-MATMUL, ADD, GATHER = OPS["matmul"], OPS["add"], OPS["gather"]
+ADD, GATHER, TRANSPOSE = OPS["add"], OPS["gather"], OPS["transpose"]
+COLUMNS = {OPS["matmul"]: 1, OPS["dequant_matmul"]: 0}  # products with weights, and the axis of weights that becomes columns
 
 
-def tidied(graph: Graph) -> Graph:
-    """The same graph, up to the order of operands of sums and products, and with joined products."""
+def tidied(graph: Graph, made: dict[str, np.ndarray]) -> Graph:
+    """The same graph, up to the order of operands of sums and products, and with joined products. `made`: weights in other
+    layouts, kept between imports."""
     ahead: dict[Value, bool] = {}
 
     def known(value: Value) -> bool:
@@ -41,7 +45,7 @@ def tidied(graph: Graph) -> Graph:
             inputs = inputs[::-1]
         return keep(node, inputs)
 
-    return _joined(graph.rebuild(new), known)
+    return _joined(graph.rebuild(new), known, made)
 
 
 def _folded(node: Node, inputs: tuple[Value, ...]) -> Value | None:
@@ -67,8 +71,9 @@ def _in_order(node: Node, x: Value, at: Value) -> Value | None:
     return x.reshape(node.shapes[0].dims) if found.size == size and (found.reshape(-1) == np.arange(size)).all() else None
 
 
-def _joined(graph: Graph, known: Callable[[Value], bool]) -> Graph:
-    """Products of one operand with several matrices of weights, each with a bias or none, as one product."""
+def _joined(graph: Graph, known: Callable[[Value], bool], made: dict[str, np.ndarray]) -> Graph:
+    """Products of one operand with several matrices of weights, packed ones too, as one product; with a bias of zeros for those
+    that have none, if another has one."""
     users: dict[Value, list[Node]] = {}
     for node in graph.nodes():
         for v in dict.fromkeys(node.inputs):
@@ -76,23 +81,46 @@ def _joined(graph: Graph, known: Callable[[Value], bool]) -> Graph:
     read = set(graph.roots())
     replaced: dict[Value, Value] = {}
     for x, found in list(users.items()):
-        parts = [n for n in found if n.op is MATMUL and n.inputs[0] is x and _is_weight(n.inputs[1], known)]
-        parts = [n for n in parts if n.inputs[1].dims[0] == parts[0].inputs[1].dims[0] and n.results[0] not in read]
-        biased = [_biased(n, users, known) for n in parts]
-        alike = all((b is None) == (biased[0] is None) for b in biased)
-        if len(parts) < 2 or len({n.inputs[1] for n in parts}) < len(parts) or not alike:
+        parts = [n for n in found if n.op in COLUMNS and n.inputs[0] is x and _is_weight(n.inputs[1], known)]
+        parts = [n for n in parts if _inside(n) == _inside(parts[0]) and n.results[0] not in read]
+        if len(parts) < 2 or len({n.inputs[1] for n in parts}) < len(parts):
             continue
-        joint = ops.matmul(x, ops.concat(*(n.inputs[1] for n in parts), axis=1))
-        if biased[0] is not None:
-            joint = joint + ops.concat(*(b.inputs[1] for b in biased if b is not None), axis=0)
-        at = 0
-        for part, bias in zip(parts, biased):
-            size = int(part.inputs[1].dims[1])  # type: ignore[arg-type]
-            replaced[(bias or part).results[0]] = joint[..., at : at + size]
-            at += size
+        biased, axis = [_biased(n, users, known) for n in parts], COLUMNS[parts[0].op]
+        sizes = [n.inputs[1].shape.static[axis] for n in parts]
+        (joint,) = keep(parts[0], (x, _beside(graph, made, [n.inputs[1] for n in parts], axis)))
+        if any(biased):
+            none = [constant(np.zeros(size, joint.dtype.numpy)) for size in sizes]
+            joint = joint + ops.concat(*(b.inputs[1] if b else zero for b, zero in zip(biased, none)), axis=0)
+        for part, bias, piece in zip(parts, biased, ops.split(joint, parts=tuple(sizes), axis=-1)):
+            replaced[(bias or part).results[0]] = piece
     if not replaced:
         return graph
     return _replaced(graph, replaced)
+
+
+def _beside(graph: Graph, made: dict[str, np.ndarray], weights: Sequence[Value], axis: int) -> Value:
+    """Weights beside each other along the axis: of params, or of their transposes, a param, so that they are not stored apart."""
+    turned = weights[0].node.op is TRANSPOSE
+    leaves = [w.node.inputs[0] if turned and w.node.op is TRANSPOSE else w for w in weights]
+    if any(v.node.op is not PARAM or (v is w) == turned for v, w in zip(leaves, weights)):
+        return ops.concat(*weights, axis=axis)
+    names = [str(v.name) for v in leaves]
+    arrays, name = [graph.weights[n] for n in names], "+".join(names)
+    if all(made.get(n) is a for n, a in zip(names, arrays)):  # parts of the whole, from now on
+        whole = made[name] = made[name] if name in made else np.concatenate(arrays)
+        made.update(zip(names, np.split(whole, np.cumsum([len(a) for a in arrays])[:-1])))
+    else:
+        whole = np.concatenate(arrays, axis=int(axis != turned))
+    while name in graph.weights:
+        name += "'"
+    graph.weights[name] = whole
+    joint = graph.param(name, whole.shape, leaves[0].dtype)
+    return joint.T if turned else joint
+
+
+def _inside(node: Node) -> tuple[Any, ...]:
+    """The facts in which products that are joined agree."""
+    return node.op, node.attrs, node.inputs[1].dims[1 - COLUMNS[node.op]]
 
 
 def _is_weight(w: Value, known: Callable[[Value], bool]) -> bool:
@@ -105,7 +133,7 @@ def _biased(node: Node, users: dict[Value, list[Node]], known: Callable[[Value],
     if len(found) != 1 or found[0].op is not ADD or found[0].inputs[0] is not node.results[0]:
         return None
     bias = found[0].inputs[1]
-    return found[0] if bias.rank == 1 and bias.dims == node.inputs[1].dims[1:] and known(bias) else None
+    return found[0] if bias.dims == node.shapes[0].dims[-1:] and known(bias) else None
 
 
 def _replaced(graph: Graph, made: dict[Value, Value]) -> Graph:
