@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import rlx
 from rlx import knobs
-from rlx.compiler import lower
+from rlx.compiler import control, lower
 from rlx.compiler.check import program_faults
 from rlx.compiler.options import CompileOptions
 from rlx.errors import (
@@ -28,6 +28,7 @@ from rlx.errors import (
     Unsupported,
     VerifyError,
 )
+from rlx.ir import body as bodies
 from rlx.ir.attrs import FlowAttrs
 from rlx.ir.body import Body
 from rlx.ir.evaluate import evaluate
@@ -405,6 +406,20 @@ def test_cache_artifact_clone_and_slots(tmp_path: Path) -> None:
     assert len(second.run_slots([second.input_view("x"), second.input_view("go")])) == 8
     with pytest.raises(Unsupported, match="has control flow, which a C library has not"):
         second.export_c(tmp_path)
+
+
+def test_the_work_for_a_body_does_not_grow_with_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed, visited, whole, text = [], [], bodies.postorder, control.print_program
+    monkeypatch.setattr(control, "print_program", lambda p: printed.append(p) or text(p))
+    monkeypatch.setattr(bodies, "postorder", lambda *given: (made := whole(*given), visited.append(len(made[0])))[0])
+    g = Graph("many")
+    v, go = g.input("x", (3,), rlx.f32), g.input("go", (), "bool")
+    for i in range(12):
+        (v,) = rlx.cond(go, lambda a, i=i: a * (i + 1.5), lambda a, i=i: a + (i + 0.5), v)
+    assert max(visited) < 6
+    g.set_outputs([v])
+    compiled_with(g, {}, "ref")
+    assert len(printed) == 24
 
 
 def test_reports_show_the_steps() -> None:

@@ -136,7 +136,7 @@ class _Assembler:
         )
         return Program(
             source.name, self.target, tuple(self.buffers), prepare, steps, commit, inputs, params, handles, outputs, plan,
-            abort, chosen, None if graph.extent is None else self.id(graph.extent.leaf), tuple(self.facts.bodies), stages,
+            abort, chosen, None if graph.extent is None else self.id(graph.extent.leaf), tuple(self.facts.bodies.values()), stages,
             reports,
         )  # fmt: skip
 

@@ -158,11 +158,8 @@ class _Lowering:
             self.ahead.append(Ahead(step.kernel, tuple(places[a] for a in step.args)))
         body, outer = _normal(program, {b.id for b in program.buffers if b.id in places and places[b.id] in self.written})
         self.arena = max(self.arena, body.plan.size_bytes)
-        known = {print_program(b): i for i, b in enumerate(self.facts.bodies)}
-        number = known.setdefault(print_program(body), len(self.facts.bodies))
-        if number == len(self.facts.bodies):
-            self.facts.bodies.append(body)
-        return number, tuple(self.arg(places[id]) for id in outer)
+        self.facts.bodies.setdefault(text := print_program(body), body)
+        return [*self.facts.bodies].index(text), tuple(self.arg(places[id]) for id in outer)
 
     def places(self, program: Program, wires: Mapping[str, Place]) -> dict[int, Place]:
         """Each buffer of a sub-program outside it, but for those in its arena."""

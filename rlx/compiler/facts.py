@@ -40,7 +40,7 @@ class Facts:
     active: Mapping[Value, Active]
     before: Mapping[Node, Sequence[Node]]
     over: Mapping[Value, Value]
-    bodies: list[Program] = field(default_factory=list)  # sub-programs of control flow lowered so far
+    bodies: dict[str, Program] = field(default_factory=dict)  # sub-programs of control flow lowered so far, by their texts
     fills: dict[Value, Sequence[Part]] = field(default_factory=dict)  # pads and concats -> the parts that nothing else writes
 
     @property

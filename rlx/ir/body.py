@@ -156,8 +156,17 @@ class Traced:
                 self.captured.append(v)
             return outer[v]
 
-        for node in postorder(outputs)[0]:
+        own: set[Node] = set()
+        outside, todo = dict[Node, None](), [v.node for v in outputs]
+        while todo:  # not further than to values from outside: a graph may have many bodies
+            node = todo.pop()
             if node in self._made or node.op is CONSTANT:
+                todo += [v.node for v in node.inputs if v.node not in own]
+                own.add(node)
+            else:
+                outside[node] = None
+        for node in postorder(outputs, outside)[0]:
+            if node in own:
                 if node.op.collective is not None or node.op.observed:
                     raise GraphError(f"{self.name}: {node.op.name} cannot be in a sub-graph, which may run any number of times")
                 found[node] = keep(node, tuple(map(now, node.inputs)))
