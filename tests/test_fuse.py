@@ -419,3 +419,12 @@ def test_long_loops_read_without_asking_where_they_end() -> None:
     loads = [e for s in program.steps for e in K.walk(s.kernel.body) if isinstance(e, K.Load)]
     assert {(isinstance(e.index, K.Const), e.guard is None) for e in loads} == {(True, True), (False, True)}
     run_and_compare(g)
+
+
+def test_a_scalar_beside_a_concat_of_parts_of_rows_joins_no_rows() -> None:
+    def build(g: Graph) -> list[Value]:
+        a = x(g, 9)
+        return [rlx.roll(rlx.clip(a - a.mean(), -1.0, 1.0), 1) - x(g, 9, name="y") * 0.1]
+
+    g, _ = compiled(build)
+    run_and_compare(g)

@@ -136,8 +136,8 @@ class _Assembler:
         )
         return Program(
             source.name, self.target, tuple(self.buffers), prepare, steps, commit, inputs, params, handles, outputs, plan,
-            abort, chosen, None if graph.extent is None else self.id(graph.extent.leaf), tuple(self.facts.bodies.values()), stages,
-            reports,
+            abort, chosen, None if graph.extent is None else self.id(graph.extent.leaf), tuple(self.facts.bodies.values()),
+            stages, reports,
         )  # fmt: skip
 
     def lifted(self, prepare: Sequence[Step]) -> list[tuple[Group, Step]]:

@@ -399,7 +399,7 @@ class _Fuser:
         base, layout = self.places.locate(value)
         strides = contiguous_strides(base.shape.static)
         same = base.dims[:-1] == value.dims[:-1] and layout.strides == strides
-        return same and 0 <= layout.offset < base.shape.static[-1]
+        return same and base.rank > 0 and 0 <= layout.offset < base.shape.static[-1]
 
     def absorb_operands(self, group: Group, node: Node) -> None:
         """Absorb the loop groups that compute operands of a contraction and have no other readers."""
