@@ -12,14 +12,19 @@ import torch
 from numpy.random import Generator
 
 import rlx
+from rlx.backends.cpu.backend import with_natives
+from rlx.backends.cpu.target import target_for
 from rlx.compiler import lower
 from rlx.errors import AttributeValueError, DTypeError, RlxError, ShapeError
 from rlx.ir.dtype import DTYPES, as_dtype
-from rlx.ir.kernel import Contract
+from rlx.ir.evaluate import evaluate
+from rlx.ir.kernel import Contract, Operand
+from rlx.ir.program import Region
 from rlx.ir.target import Target
 from tests import conv_oracles
 
 SESSIONS = {device: rlx.Session(device) for device in ("cpu", "ref:0", "ref:1")}
+AMX = target_for("x86_64-linux-gnu", "x86-64-v4", ("avx512bf16", "avx512vnni", "amx-tile", "amx-bf16", "amx-int8"))
 ULPS = {"f64": 2.0**-50, "f32": 2.0**-21, "f16": 2.0**-9, "bf16": 2.0**-6}  # of a result, relative to the sum of magnitudes
 
 
@@ -382,3 +387,82 @@ def test_a_refused_pool_says_what_is_wrong() -> None:
         rlx.avg_pool(x, 3, extra=-1)
     with pytest.raises(DTypeError, match="cast it first"):
         rlx.avg_pool(g.input("z", (1, 2, 5), "i32"), 3)
+
+
+def residual() -> tuple[rlx.Graph, dict[str, np.ndarray], np.ndarray]:
+    """A convolution of a colour image, a max pool, and two blocks, one with a shortcut of its own; params; an image."""
+    rng, g, params = np.random.default_rng(0), rlx.Graph("residual"), dict[str, np.ndarray]()
+
+    def convolved(x: rlx.Value, out: int, window: int, **how: Any) -> rlx.Value:
+        name, inner = f"w{len(params)}", x.dims[1] // how.get("groups", 1)
+        params[name] = array(rng, (out, inner, window, window), "f32") / np.float32((inner * window**2) ** 0.5)
+        params["b" + name] = array(rng, (out,), "f32")
+        weights, around = [g.param(n, params[n].shape, "f32") for n in (name, "b" + name)], (window // 2,) * 2
+        return rlx.conv(x, *weights, low=around, high=around, **how)
+
+    x = rlx.relu(convolved(g.input("x", (1, 3, 21, 19), "f32"), 32, 7, strides=2))
+    x = rlx.max_pool(x, window=3, strides=2, low=1, high=1)
+    x = rlx.relu(convolved(rlx.relu(convolved(x, 32, 3)), 64, 1) + convolved(x, 64, 1))
+    x = rlx.relu(convolved(rlx.relu(convolved(x, 64, 3, groups=64)), 64, 1) + x)
+    g.set_outputs([convolved(x, 16, 1)])
+    return g, params, array(rng, (1, 3, 21, 19), "f32")
+
+
+def test_images_are_rounded_where_they_are_computed() -> None:
+    """In bf16 each value that a convolution reads is stored in bf16, and read so by sums and pools; backends round the same."""
+    g, params, x = residual()
+    found, options = {}, rlx.CompileOptions(precision="bf16")
+    for device in ("cpu", "ref:1"):
+        compiled = SESSIONS[device].compile(g, options)
+        compiled.set_params(params)
+        (found[device],) = compiled.run({"x": x})
+    np.testing.assert_allclose(found["cpu"], found["ref:1"], rtol=2**-6, atol=1e-3)
+    exact = SESSIONS["ref:0"].compile(g)
+    exact.set_params(params)
+    (want,) = exact.run({"x": x})
+    assert 1e-4 < np.abs(want - found["cpu"]).max() < 6e-2
+    program = lower(g, with_natives(AMX), options)
+    wide = [b.shape.dims for b in program.buffers if b.region is Region.ARENA and b.shape.dtype.name == "f32"]
+    assert wide == [(1, 6, 5, 16)], "the sums of the last convolution alone, before they are transposed"
+
+
+def test_a_dequantised_value_is_computed_where_it_is_added() -> None:
+    """Of the bytes that a product reads too, not by the kernel that stores them, in f32."""
+    g = rlx.Graph("quantised")
+    product = g.input("x", (40, 64), "f32") @ g.param("w", (64, 64), "f32")
+    q = rlx.clip(rlx.round(product) + 128.0, low=0.0, high=255.0).astype("u8")
+    added = (q.astype("f32") - 128.0) * 0.5
+    sums = rlx.int8_matmul(q, g.param("v", (64, 64), "i8")).astype("f32")
+    g.set_outputs([sums * 0.25 + added])
+    program = lower(g, with_natives(AMX), rlx.CompileOptions())
+    assert [b.shape.dtype.name for b in program.buffers if b.region is Region.ARENA] == ["u8"]
+    rng = np.random.default_rng(0)
+    feeds, weights = {"x": array(rng, (40, 64), "f32")}, {"w": array(rng, (64, 64), "f32"), "v": array(rng, (64, 64), "i8")}
+    compiled = SESSIONS["cpu"].compile(g)
+    compiled.set_params(weights)
+    np.testing.assert_allclose(compiled.run(feeds)[0], evaluate(g, feeds, weights)[0][0], atol=2.6)  # one unit of q at a tie
+
+
+@pytest.mark.parametrize("dtypes", [("f32", "f32"), ("u8", "i8"), ("bf16", "bf16")], ids=str)
+@pytest.mark.parametrize(
+    "attrs",
+    [{"strides": 2, "low": 3, "high": (3, 2)}, {"channels_last": True, "low": 1}, {"dilation": (2, 1), "low": 2}],
+    ids=str,
+)
+def test_images_of_three_channels_are_read_in_whole_pixels(attrs: dict[str, Any], dtypes: tuple[str, str]) -> None:
+    """With a fourth channel of zeros, and windows as wide as one step of the target's products, which reads them in place."""
+    rng = np.random.default_rng(0)
+    last = attrs.get("channels_last", False)
+    x = array(rng, (2, 19, 23, 3) if last else (2, 3, 19, 23), dtypes[0])
+    w = array(rng, (7, 5, 3, 32) if last else (32, 3, 7, 5), dtypes[1])
+    g = rlx.Graph("image")
+    g.set_outputs([rlx.conv(g.input("x", x.shape, dtypes[0]), g.param("w", w.shape, dtypes[1]), **attrs)])
+    options = rlx.CompileOptions(precision="bf16" if dtypes[0] == "f32" else "f32")
+    compiled = SESSIONS["cpu"].compile(g, options)
+    compiled.set_params({"w": w})
+    (found,) = compiled.run({"x": x})
+    want = conv_oracles.conv(attributes(g), wide(x), wide(w)).numpy()
+    np.testing.assert_allclose(found.astype(want.dtype), want, atol=0 if dtypes[0] == "u8" else 0.02 * np.abs(want).max())
+    program = lower(g, with_natives(AMX), options)
+    (a,) = (s.kernel.body[0].a for s in program.steps if isinstance(s.kernel.body[0], Contract))
+    assert isinstance(a, Operand) and a.col_levels[0][0] == (64 if dtypes[0] == "u8" else 32)

@@ -192,6 +192,22 @@ def test_windows_of_an_image(emulator: Emulator, shape: tuple[int, ...], kind: s
     assert emulator.products and emulator.released == 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 14, 64, 70, 3, 3), (1, 2, 57, 64, 33, 2, 3, 2), (1, 3, 37, 128, 30, 3, 3, 1, 2), (1, 2, 9, 64, 300, 3, 3)],
+    ids=str,
+)
+def test_windows_are_read_where_they_lie(emulator: Emulator, shape: tuple[int, ...], kind: str) -> None:
+    """A tile has rows of one row of the image; of two tiles in it, the second may begin with the last row of the first."""
+    target = with_amx()
+    kernel = windows.convolution(windows.Shape(*shape), target, KINDS[kind])
+    made = windows.plan_of(kernel, target)
+    assert made.matrix and not made.stage_a and made.segment == shape[2]
+    plain.check_product(kernel, target)
+    assert not emulator.faults, emulator.faults[:3]
+    assert emulator.products and emulator.released == 1
+
+
 @pytest.mark.parametrize(("kind", "instruction"), [("bf16", "tdpbf16ps"), ("u8 i8", "tdpbusd")])
 def test_assembly(kind: str, instruction: str) -> None:
     """Of full tiles: four products for four loads, and the unit is given back before the kernel returns."""

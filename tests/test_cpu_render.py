@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from kernel_runs import TARGETS, apply, apply_all, pointwise, run
 
+import rlx
 from rlx.backends.cpu.render import render, task_count
 from rlx.backends.cpu.target import host_target, target_for
+from rlx.compiler import lower
 from rlx.errors import CompileError
 from rlx.host.jit import assembly, compile_object
 from rlx.ir.dtype import DTYPES, DType, as_dtype, bf16, bool_, f8e4m3, f8e5m2, f16, f32, f64, i8, i32, i64, u8
@@ -578,3 +582,35 @@ def test_code_for_other_cpus(name: str) -> None:
         code = assembly(text, target)
         assert "zmm" not in code
         assert ("ymm" in code) == (name == "x86-64-v3")
+
+
+def rendered(value: Callable[[rlx.Value], rlx.Value], dims: tuple[int, ...]) -> tuple[str, Callable[[np.ndarray], np.ndarray]]:
+    """The code of the only kernel of a graph of one f32 operand, for AVX-512, and the function that it computes here."""
+    g = rlx.Graph("one")
+    g.set_outputs([value(g.input("x", dims, "f32"))])
+    target = target_for("x86_64-linux-gnu", "x86-64-v4")
+    (step,) = lower(g, target, rlx.CompileOptions()).steps
+    compiled = rlx.Session("cpu").compile(g)
+    return render(step.kernel, target, "one").text, lambda x: compiled.run({"x": x})[0]
+
+
+def test_rows_of_padding_are_not_read_by_masks() -> None:
+    """Where no lane is on, masked loads from addresses that are not mapped take long: whole rows are skipped."""
+    x = np.random.default_rng(0).standard_normal((5, 6, 48), np.float32)
+    text, run = rendered(lambda v: rlx.pad(v, low=(1, 2, 0), high=(1, 1, 0)), x.shape)
+    assert "masked.load" not in text
+    np.testing.assert_array_equal(run(x), np.pad(x, ((1, 1), (2, 1), (0, 0))))
+    text, run = rendered(lambda v: rlx.pad(v, low=(1, 0, 3), high=(1, 0, 2)), x.shape)
+    assert "masked.load" in text and re.search(r"select i1 %\w+, ptr", text)
+    np.testing.assert_array_equal(run(x), np.pad(x, ((1, 1), (0, 0), (3, 2))))
+
+
+def test_values_that_a_program_clamps_are_not_clamped_again() -> None:
+    x = np.array([np.nan, np.inf, -np.inf, -3.5, 0, 17.9, 254.5, 255, 256, 1e30] * 4, np.float32)
+    texts = []
+    for high in (255.0, 300.0):
+        text, run = rendered(lambda v, high=high: rlx.clip(v, low=0.0, high=high).astype("u8"), x.shape)
+        np.testing.assert_array_equal(run(x), np.nan_to_num(np.clip(x, 0, 255), nan=0).astype(np.uint8))
+        texts.append(text)
+    few, more = (text.count("fcmp") for text in texts)
+    assert few < more

@@ -5,7 +5,8 @@ computed (pointwise), or a reduction over the last axis of it (row programs: sof
 contraction: then the pointwise nodes become its epilogue and the reductions run on each finished row. Nodes read at other
 coordinates (under a view, a gather, a reduction over another axis) are absorbed when they have no other reader, and are
 recomputed where they are read; otherwise they are written to memory. A contraction absorbs the producers of its operands if
-the target's cost estimate says that this is faster (rlx/compiler/operands.py).
+the target's cost estimate says that this is faster (rlx/compiler/operands.py). More than 500 lines, since all steps of the walk
+share its state.
 """
 
 from __future__ import annotations
@@ -32,9 +33,8 @@ REREAD = 1 << 26  # bytes that all of them read so, at most: more take longer th
 
 
 def _widens(node: Node) -> bool:
-    """True for a cast of floats that makes each element larger."""
-    source, to = node.inputs[0].dtype, node.shapes[0].dtype
-    return node.op.name == "cast" and source.is_float and to.is_float and to.itemsize > source.itemsize
+    """True for a cast that makes each element larger."""
+    return node.op.name == "cast" and node.shapes[0].dtype.itemsize > node.inputs[0].dtype.itemsize
 
 
 def fuse(facts: Facts) -> list[Group]:
@@ -182,6 +182,8 @@ class _Fuser:
         found = {group for value in node.inputs if (group := self.producer(value)) and self.takes(group, node)}
         if self.target.stores_narrow and self.reduced(node) and (_widens(node) or self.kept(node)):
             found = {group for group in found if group.anchor is None}  # the reduction computes it of what is stored
+        if _widens(node):
+            found = {group for group in found if not self.read_later(node, group)}
         for group in sorted(found, key=lambda g: (g.anchor is not None, g.number), reverse=True):
             views = self.first_view(group, node) or self.halves(group)
             form = "full" if views else self.fitting_form(group, node)
@@ -198,6 +200,39 @@ class _Fuser:
         group.why = self.why_apart(node)
         if self.joins_rows and any(v.shape.num_elements <= FEW for v in node.inputs):
             self.absorb(group, node, FEW)
+
+    def read_later(self, node: Node, group: Group) -> bool:
+        """True if pointwise nodes of the same dims read the result, one after the other, and the last of them has another operand
+        that depends on the group or is not placed yet: its kernel computes them of the operand, which has fewer bytes."""
+        value, (x,) = node.results[0], node.inputs
+        if self.is_product(x.node) or (group.anchor is None and len(self.readers[x]) == 1):
+            return False  # the sums are wider than the result, or nothing else asks for it in memory
+        while True:
+            readers = self.readers.get(value, set())
+            if len(readers) != 1 or value in self.roots:
+                return False
+            (reader,) = readers
+            wide = reader.shapes[0].dtype.itemsize >= value.dtype.itemsize
+            if reader.op.kind is not Kind.POINTWISE or reader.shapes[0].dims != value.dims or not wide:
+                return False
+            if others := self.varying(reader, value):
+                made = [self.producer(self.narrow(v)) for v in others]
+                return any(g is None or (g is not group and self.reaches(g, group)) for g in made)
+            value = reader.results[0]
+
+    def varying(self, node: Node, value: Value | None = None) -> list[Value]:
+        """The operands, without `value`, that are not known before a run."""
+        others = [v for v in node.inputs if v is not value and not self.is_static(v.node)]
+        return [v for v in others if self.places.base(v).node.op.kind is not Kind.LEAF]
+
+    def narrow(self, value: Value) -> Value:
+        """The value with fewer bytes from which this one is computed, if it is."""
+        node = value.node
+        while node.op.kind is Kind.POINTWISE and len(found := self.varying(node)) == 1:
+            if _widens(node):
+                return found[0]
+            node = found[0].node
+        return value
 
     def reduced(self, node: Node) -> bool:
         """True if a reduction reads the result."""
@@ -366,6 +401,9 @@ class _Fuser:
                 bigger = not pointwise  # a row's index costs little beside the row; a few are computed beside other small kernels
             if most is not None:
                 bigger = base.shape.num_elements > most or not pointwise
+            moves = {n.op.name for n in other.forms if n.op.kind is not Kind.POINTWISE}
+            if node.op.name == "copy" and moves == {"pad"} and self.crosses(value):
+                continue  # a copy in another order reads whole lines of memory in both directions, and no zeros between
             if node.op.kind is Kind.REDUCE and any(n.op.kind is Kind.REDUCE for n in other.forms):
                 continue  # the first, partial step of a reduction in two steps
             if read_elsewhere or bigger or early or self.roots.intersection(values):
@@ -373,6 +411,10 @@ class _Fuser:
             if self.evaluations(node, {*group.forms, *other.forms}) <= MAX_EVALUATIONS:
                 self.take_over(group, other, absorbed=set(other.forms))
                 group.forms = {**dict.fromkeys(other.forms, "full"), **group.forms}
+
+    def crosses(self, value: Value) -> bool:
+        """True if elements along the last axis are not adjacent."""
+        return value.rank > 0 and value.shape.static[-1] > 1 and self.places.locate(value)[1].strides[-1] != 1
 
     def join_rows(self, group: Group, node: Node) -> None:
         """A row program with one reduction, read only by this concat of parts of its rows, joins its kernel, and computes an

@@ -5,6 +5,11 @@ every contraction of narrow operands, and the result is cast back to f32. Norms,
 means bf16 if the target is fast at it, else no change. A composite with contractions inside (attention) is narrowed as a whole
 if the target claims the narrow form, kept if it claims only the f32 form, and otherwise decomposed so that its parts can be
 narrowed. "int8" is implemented in rlx.compiler.int8.
+
+Images are narrow in memory: an f32 value that a convolution reads is rounded where it is computed, and all that read it read the
+rounded value. Views, concatenations, padding with zeros and max pools move rounded values. Where it is computed from the sum of
+two convolutions element by element, the first of these is rounded too, since only the other is added where it is computed.
+Depthwise convolutions sum f32 products of rounded images and f32 weights.
 """
 
 from __future__ import annotations
@@ -15,12 +20,17 @@ from rlx.compiler.compilation import Compilation
 from rlx.compiler.int8 import few_channels, in_int8
 from rlx.compiler.legalise import expand, into_contractions
 from rlx.errors import CompileError, GraphError, known
-from rlx.ir.dtype import DTYPES, DType, f32
-from rlx.ir.graph import Graph, Node, Value, keep
-from rlx.ir.op import Kind
+from rlx.ir.dtype import DTYPES, DType, f32, i8, u8
+from rlx.ir.graph import Graph, Node, Value, apply, keep
+from rlx.ir.op import OPS, Kind
+from rlx.ir.ops import copy, pad, transpose
+from rlx.ir.ops.conv import ConvAttrs
 from rlx.ir.ops.index import PadAttrs
 from rlx.ir.program import NodeReport
 
+ADD, CAST, CONV = OPS["add"], OPS["cast"], OPS["conv"]
+ACTIVATIONS = tuple(OPS[name] for name in ("relu", "clip"))
+FEWEST_PRODUCTS = 1 << 11  # of a window in step: with fewer, copying an image with another channel takes longer
 MOST_AROUND = 8  # a smaller part of a value is cast by itself: the kernel of the whole would store more than it saves
 
 
@@ -32,20 +42,37 @@ def precision(graph: Graph, compilation: Compilation, notes: list[NodeReport] | 
     if compilation.options.precision == "int8":
         return in_int8(graph, compilation, notes)
     narrow = _policy(compilation)
+
+    def whole(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+        node = keep(node, inputs)[0].node
+        return ((node.op is CONV and _whole_pixels(node, compilation, narrow)) or node).results
+
     if narrow is None:
-        return graph
+        return graph.rebuild(whole) if any(n.op is CONV for n in graph.nodes()) else graph
+    images = _images(graph, compilation)
 
     def note(node: Node, how: str, why: str) -> None:
         if notes is not None:
             notes.append(NodeReport(node.name or "", node.op.name, how, "", why))
 
+    def stored(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+        if images.isdisjoint(node.results):
+            return new(node, inputs)
+        if _moves_images(node):
+            return [v.astype(f32) for v in keep(node, tuple(_in(narrow, v) for v in inputs))]
+        return [v.astype(narrow).astype(f32) for v in new(node, inputs)]
+
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+        if node.op is CONV and node.inputs[0] in images and node.attrs.groups > 1:  # type: ignore[union-attr]
+            inputs = (_in(narrow, inputs[0]), *inputs[1:])
         results = keep(node, inputs)
         node = results[0].node
+        if node.op is CONV and (wide := _whole_pixels(node, compilation, narrow)):
+            node = wide
         if node.op.kind is Kind.CONTRACT and node.shapes[0].dtype == f32 and any(v.dtype == f32 for v in inputs):
-            if compilation.target.levels and few_channels(node):  # windows are read where they lie in f32, and would be copied
-                note(node, "kept", f"its images have few channels: gathering {narrow} in groups takes longer than f32")
-                return results
+            if compilation.target.levels and few_channels(node) and inputs[0].dtype == f32:
+                note(node, "kept", f"its images have few channels: gathering {narrow} numbers takes longer than f32 products")
+                return keep(node, tuple(_narrowed(v, narrow, f32) if v.dtype == f32 else v for v in inputs))
             note(node, "narrowed", f"{narrow} operands and result, f32 accumulation")
             return _widened(_on(node, narrow, range(len(inputs))), node)
         into = into_contractions(node) if node.op.kind is Kind.COMPOSITE and node.op.decompose else None
@@ -60,7 +87,75 @@ def precision(graph: Graph, compilation: Compilation, notes: list[NodeReport] | 
             return results
         return expand(node, new)
 
-    return graph.rebuild(new)
+    return graph.rebuild(stored)
+
+
+def _in(dtype: DType, v: Value) -> Value:
+    """`v` cast to `dtype`; of a cast from it, the operand."""
+    return v.node.inputs[0] if v.node.op is CAST and v.node.inputs[0].dtype == dtype else v.astype(dtype)
+
+
+def _images(graph: Graph, compilation: Compilation) -> set[Value]:
+    """The f32 values that are rounded where they are computed."""
+    found: set[Value] = set()
+    todo = [n.inputs[0] for n in graph.nodes() if n.op is CONV]
+    while todo:
+        v = todo.pop()
+        if v not in found and v.dtype == f32 and v.node.op.kind is not Kind.LEAF and not compilation.is_static(v.node):
+            found.add(v)
+            if _moves_images(v.node):
+                todo += v.node.inputs
+            elif (made := _origin(v, compilation).node).op is ADD:
+                if all(x.dims == v.dims and _origin(x, compilation).node.op is CONV for x in made.inputs):
+                    todo.append(made.inputs[0])
+    return found
+
+
+def _origin(v: Value, compilation: Compilation) -> Value:
+    """The value from which `v` is computed element by element, beside values known before a run."""
+    while (node := v.node).op.kind is Kind.POINTWISE or node.op in ACTIVATIONS:
+        varying = [x for x in node.inputs if not compilation.is_static(x.node)]
+        if len(varying) != 1 or varying[0].dims != v.dims:
+            break
+        (v,) = varying
+    return v
+
+
+def _moves_images(node: Node) -> bool:
+    """True for ops whose results are elements of their operands, or of padding: rounding before them gives the same."""
+    made = all(_as_view(v) is not v for v in node.results)
+    return made or _moves(node) or node.op in (OPS["concat"], OPS["max_pool"])
+
+
+def _whole_pixels(node: Node, compilation: Compilation, narrow: DType | None) -> Node | None:
+    """A convolution of images of three channels with a fourth one of zeros, and with windows as wide as the target's products sum
+    at a time, so that they are read where they lie. None: it is another, or the target has no such products."""
+    (x, w, *bias), attrs = node.inputs, node.attrs
+    assert isinstance(attrs, ConvAttrs)
+    if not attrs.channels_last or attrs.groups > 1 or x.dims[-1] != 3 or attrs.each("dilation", x.rank - 2)[-1] > 1:
+        return None
+    dtype = narrow if x.dtype == f32 and narrow else x.dtype
+    x = _in(dtype, x) if x.node.op is CAST else x
+    step = compilation.target.step("u8 i8" if (dtype, w.dtype) == (u8, i8) else dtype.name)
+    if w.shape.num_elements * (step - 1) < FEWEST_PRODUCTS or not compilation.is_static(w.node):
+        return None
+    more, spatial = -w.shape.static[-3] % max(1, step // 4), x.rank - 2
+    low, high = ([0, *attrs.each(name, spatial), 0] for name in ("low", "high"))
+    high[-2:] = high[-2] + more, 1
+    axes = tuple(range(x.rank))
+    if x.node.op is OPS["transpose"]:
+        axes, x = x.node.attrs.axes, x.node.inputs[0]  # type: ignore[union-attr]
+    low, high = ([side[axes.index(axis)] for axis in range(x.rank)] for side in (low, high))
+    value = 0.0
+    if isinstance(given := x.node.attrs, PadAttrs) and (given.value == 0 or not any(attrs.low + attrs.high)):
+        value = given.value
+        low, high = ([a + b for a, b in zip(*sides)] for sides in ((low, given.low), (high, given.high)))
+        x = x.node.inputs[0]
+    image = transpose(pad(x.astype(dtype), low=low, high=high, value=value), axes=axes)
+    image = image if axes == tuple(range(x.rank)) else copy(image)
+    w = pad(w, low=(0,) * w.rank, high=(*(0,) * (spatial - 1), more, 1, 0))
+    how = {"strides": attrs.strides, "dilation": attrs.dilation, "channels_last": True}
+    return apply(CONV, (image, w, *bias), how).node  # type: ignore[union-attr]
 
 
 def _policy(compilation: Compilation) -> DType | None:
@@ -86,9 +181,13 @@ def _on(node: Node, narrow: DType, at: Sequence[int]) -> Node | None:
     return Node(node.op, inputs, node.attrs, shapes, node.name, node.source)
 
 
-def _narrowed(v: Value, narrow: DType) -> Value:
+def _narrowed(v: Value, narrow: DType, stored: DType | None = None) -> Value:
     """`v` cast to `narrow`: in front of views and padding of a computed value, so that its kernel rounds what it stores, once for
-    all."""
+    all. `stored`: the dtype in which it is kept, if it is another."""
+
+    def cast(x: Value) -> Value:
+        return x.astype(narrow).astype(stored) if stored else x.astype(narrow)
+
     views: list[Node] = []
     root = _as_view(v)
     while _moves(root.node):
@@ -96,10 +195,10 @@ def _narrowed(v: Value, narrow: DType) -> Value:
         root = _as_view(root.node.inputs[0])
     more = root.shape.num_elements / max(1, v.shape.num_elements)  # a view with windows repeats elements
     if (root.node.op.kind is Kind.LEAF and more >= 1) or more > MOST_AROUND:
-        return v.astype(narrow)
-    moved = root.astype(narrow)
+        return cast(v)
+    moved = cast(root)
     for view in reversed(views):
-        (moved,) = Node(view.op, (moved,), view.attrs, (view.shapes[0].with_dtype(narrow),), view.name, view.source).results
+        (moved,) = Node(view.op, (moved,), view.attrs, (view.shapes[0].with_dtype(moved.dtype),), view.name, view.source).results
     return moved
 
 

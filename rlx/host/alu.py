@@ -14,7 +14,7 @@ from math import inf
 from rlx.host import math
 from rlx.host.emit import Emitter, V, computed, stored, vector
 from rlx.ir.dtype import DType, bf16, f8e4m3, f8e5m2, f16
-from rlx.ir.kernel import Alu, Const
+from rlx.ir.kernel import Alu, Const, Expr
 
 Emit = Callable[..., V]
 
@@ -78,7 +78,7 @@ GUARDED = frozenset({"div", "rem", "shl", "shr", "pow"})
 def emit_alu(e: Emitter, node: Alu, args: list[V]) -> V:
     """Emit `node`. `args`: the values of its arguments (all scalar, or all with the same number of lanes)."""
     if node.op == "cast":
-        return cast(e, args[0], node.args[0].dtype, node.dtype)
+        return cast(e, args[0], node.args[0].dtype, node.dtype, _limits(node.args[0]))
     if node.op == "bitcast":
         return bitcast(e, args[0], node.args[0].dtype, node.dtype)
     operand = node.args[0].dtype
@@ -89,8 +89,21 @@ def emit_alu(e: Emitter, node: Alu, args: list[V]) -> V:
     return out if node.op in EXACT or not node.dtype.is_float else rounded(e, out, node.dtype)
 
 
-def cast(e: Emitter, a: V, source: DType, to: DType) -> V:
-    """Convert between dtypes. Float to integer truncates and saturates, and gives 0 for NaN; to bool is x != 0."""
+def _limits(x: Expr) -> tuple[float, float]:
+    """The least and the greatest value of an expression, as far as constants limit it."""
+    low, high = -inf, inf
+    while isinstance(x, Alu) and x.op in ("min", "max") and isinstance(bound := x.args[1], Const):
+        if x.op == "max":
+            low = min(max(low, float(bound.value)), high)
+        else:
+            high = max(min(high, float(bound.value)), low)
+        x = x.args[0]
+    return low, high
+
+
+def cast(e: Emitter, a: V, source: DType, to: DType, limits: tuple[float, float] = (-inf, inf)) -> V:
+    """Convert between dtypes. Float to integer truncates and saturates, and gives 0 for NaN; to bool is x != 0. `limits`: between
+    which `a` is known to be, if it is a number."""
     ty = computed(to)
     if to.kind == "b":
         return a if source.kind == "b" else e.cmp("une" if source.is_float else "ne", a, 0)
@@ -101,7 +114,7 @@ def cast(e: Emitter, a: V, source: DType, to: DType) -> V:
             a = e.convert("fptrunc" if a.scalar == "double" else "fpext", a, ty)
         return rounded(e, a, to) if source != to else a
     if source.is_float and to.bits <= 32:
-        return _to_integer(e, a, to)
+        return _to_integer(e, a, to, limits)
     if source.is_float:
         returns = vector(ty, a.lanes)
         return e.intrinsic("fptosi.sat" if to.kind == "i" else "fptoui.sat", a, suffix=(returns, a.ty), returns=returns)
@@ -119,14 +132,17 @@ def bitcast(e: Emitter, a: V, source: DType, to: DType) -> V:
     return from_memory(e, raw, to)
 
 
-def _to_integer(e: Emitter, a: V, to: DType) -> V:
+def _to_integer(e: Emitter, a: V, to: DType, limits: tuple[float, float]) -> V:
     """A saturating conversion: clamp in the float type, then convert. LLVM's own would be scalarised for vectors."""
     signed = to.kind == "i"
     span = 1 << (to.bits - signed)
     exact = a.scalar == "double" or to.bits < 32  # else the largest float below span is more than 1 away
-    low, high = (e.const(a.ty, x) for x in (-span if signed else 0, span - 1 if exact else span - (span >> 24)))
-    inside = e.select(e.cmp("ogt", a, low), a, low)
-    inside = e.select(e.cmp("olt", inside, high), inside, high)
+    least, most = -span if signed else 0, span - 1 if exact else span - (span >> 24)
+    inside = a
+    if limits[0] < least:
+        inside = e.select(e.cmp("ogt", a, low := e.const(a.ty, least)), a, low)
+    if limits[1] > most:
+        inside = e.select(e.cmp("olt", inside, high := e.const(a.ty, most)), inside, high)
     out = e.convert("fptosi" if signed or to.bits < 32 else "fptoui", inside, "i32")
     if not exact:
         out = e.select(e.cmp("oge", a, float(span)), e.const(out.ty, span - 1), out)

@@ -47,6 +47,10 @@ def _unpacked(dtype: str, columns: int = 0) -> tuple[int, int]:
     return 0, 1
 
 
+def _single(dtype: str) -> int:
+    return 1
+
+
 @record
 class Target:
     """Facts of one device.
@@ -65,6 +69,7 @@ class Target:
     `panel(dtype name)`: (columns per packed panel of a contraction's right operand, 0: never packed; number of its rows that are
     interleaved). For operands of two dtypes, both names: "u8 i8". `panel(dtype name, columns)`: that of a convolution with so
     many columns; other products, of any number of rows and columns, read panels of one width.
+    `step(dtype name)`: elements of a row of the left operand that a contraction sums at a time, best in whole runs.
     `widens`: dtypes of operands, left and right ("bf16 f8e4m3"), of contractions that read the right one in its own dtype.
     `levels`: contractions read a left operand whose rows and columns lie in levels (Operand.row_levels), where it lies; without
     it, such an operand is copied first.
@@ -105,6 +110,7 @@ class Target:
     computes: Callable[[Producer], bool] = field(default=_never, compare=False)
     pairs: Callable[[Node], bool] = field(default=_never, compare=False)
     panel: Callable[..., tuple[int, int]] = field(default=_unpacked, compare=False)
+    step: Callable[[str], int] = field(default=_single, compare=False)
     schedule: Callable[[Kernel], Kernel] = field(default=_as_lowered, compare=False)
 
     @property

@@ -172,17 +172,22 @@ def access(x: Load | Store, scope: Scope, value: V | None = None) -> V:
     def plain(where: V) -> V:
         return em.load(ty, where, size) if value is None else em.store(value, where, size)
 
-    if scope.lanes == 1:
+    whole = scope.lanes > 1 and scope.mask is None and _stride(x.index, scope) == 1  # or nothing, where the guard has no lanes
+    if scope.lanes == 1 or (value is None and whole and x.guard is not None and scope.spreads(x.guard)):
         if x.guard is None:
             return plain(address(x.buffer, x.index, scope))
-        ok, before = expr(x.guard, scope), em.block
+        one = scope if scope.lanes == 1 else scope.scalar
+        ok, before = expr(x.guard, one), em.block
         with em.when(ok):
-            found = plain(address(x.buffer, x.index, scope.child()))
+            found = plain(address(x.buffer, x.index, one.child()))
             inside = em.block
         return em.phi((em.const(ty, 0), before), (found, inside)) if value is None else found
     mask, stride = _active(x.guard, scope), _stride(x.index, scope)
     contiguous, backward = stride in (1, -1), range(scope.lanes - 1, -1, -1)
     where = address(x.buffer, x.index, scope.scalar) if contiguous else _addresses(x.buffer, x.index, scope)
+    if contiguous and value is None and (outer := [part for part in _parts(x.guard) if scope.spreads(part)]):
+        for part in outer:  # where no lane is on, processors take long for addresses that are not mapped
+            where = em.select(expr(part, scope.scalar), where, scope.pointers[x.buffer])
     if stride == -1:  # contiguous from the last lane; the lanes are reversed
         where, mask = em.gep(where, (1 - scope.lanes) * size), mask and em.shuffle(mask, backward)
         value = value and em.shuffle(value, backward)
@@ -196,6 +201,13 @@ def access(x: Load | Store, scope: Scope, value: V | None = None) -> V:
     else:
         found = _masked(where, mask or em.const(vector("i1", scope.lanes), True), contiguous, ty, size, scope, value)
     return em.shuffle(found, backward) if stride == -1 and value is None else found
+
+
+def _parts(guard: Expr | None) -> list[Expr]:
+    """The conditions that all have to hold."""
+    if isinstance(guard, Alu) and guard.op == "and":
+        return [part for arg in guard.args for part in _parts(arg)]
+    return [] if guard is None else [guard]
 
 
 def _masked(where: V, mask: V, contiguous: bool, ty: str, size: int, scope: Scope, value: V | None) -> V:

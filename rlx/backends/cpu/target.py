@@ -13,6 +13,8 @@ from rlx.ir.dtype import DTYPES, product
 from rlx.ir.kernel import Kernel
 from rlx.ir.target import Target
 
+MATRIX = {"bf16": "amx-bf16", "u8 i8": "amx-int8"}  # operands -> the feature of a matrix unit that multiplies them
+
 
 def panel_of(target: Target, dtype: str, all_columns: int = 0) -> tuple[int, int]:
     """(columns, interleaved rows) of a packed panel. Columns: the width of a register tile of f32 (f64: half); 0: never packed.
@@ -20,7 +22,7 @@ def panel_of(target: Target, dtype: str, all_columns: int = 0) -> tuple[int, int
     columns = 48 if target.vector_bytes == 64 else 16
     if columns == 48 and all_columns in (64, 256):
         columns = 64  # else a last panel of 16 reads all of a for few products
-    if {"bf16": "amx-bf16", "u8 i8": "amx-int8"}.get(dtype) in target.features:
+    if MATRIX.get(dtype) in target.features:
         columns = 32  # two blocks of the matrix unit
     operands = [DTYPES[name] for name in dtype.split()]
     total = product(operands[0], operands[-1])  # products are summed in its compute dtype
@@ -28,6 +30,12 @@ def panel_of(target: Target, dtype: str, all_columns: int = 0) -> tuple[int, int
     found = columns if dtype == "u8 i8" else floats
     dot = dot_of(target, dtype)
     return found, dot.group if dot else 1
+
+
+def step_of(target: Target, dtype: str) -> int:
+    """See Target.step: those that one instruction sums products of."""
+    group = panel_of(target, dtype)[1]
+    return group * (16 if MATRIX.get(dtype) in target.features else 1)
 
 
 def host_target(threads: int | None = None) -> Target:
@@ -47,7 +55,8 @@ def target_for(triple: str, cpu: str, features: Sequence[str] = (), threads: int
 
 def _of_cpu(target: Target) -> Target:
     panel, order = partial(panel_of, target), partial(_schedule, target)
-    return replace(target, channels_last=True, levels=True, control=True, panel=panel, schedule=order)
+    step = partial(step_of, target)
+    return replace(target, channels_last=True, levels=True, control=True, panel=panel, step=step, schedule=order)
 
 
 def _schedule(target: Target, kernel: Kernel) -> Kernel:

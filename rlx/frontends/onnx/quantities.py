@@ -109,7 +109,9 @@ def conv(
     (x, zx), (w, zw) = _left(x, x_zero), _right(w, w_zero)
     zw = _each(zw, per_channel)
     if any((*facts["low"], *facts["high"])) and not _absent(n, zx):
-        x = padded(n, x, [0, 0, *facts["low"]], [0, 0, *facts["high"]], "constant", _each(zx, (), u8))
+        known = n.scope.contents(zx) if isinstance(zx, Value) else zx
+        around = int(np.asarray(known).item()) if known is not None else _each(zx, (), u8)
+        x = padded(n, x, [0, 0, *facts["low"]], [0, 0, *facts["high"]], "constant", around)
         facts = facts | {"low": (0,), "high": (0,)}
     out = _convolved(x, w, groups=groups, **facts)
     if not _absent(n, zx):

@@ -45,13 +45,14 @@ def release(e: Emitter) -> None:
 def blocks_function(
     e: Emitter, a: V, b: V, sums: V, k: int | V, kept: V | None = None, ahead: V | None = None, *,
     rows: int, vectors: int, group: int, from_a: Layout, from_b: Layout, step_a: int = 0, pitch: int = 0, share: int = 0,
-    streamed: str = "", beside: Callable[[V], None] | None = None,
+    streamed: str = "", beside: Callable[[V], None] | None = None, first: V | None = None,
 ) -> None:  # fmt: skip
     """sums[rows][vectors * SIDE] = a[rows, k] @ b[k, vectors * SIDE], k counted in groups, a multiple of SIDE. `kept`: whether
     the previous sums are added (None: never). The unit is configured for this height. `step_a`: bytes from SIDE groups of a
     to the next, if they are not in a row. `pitch`: distance of rows of sums, if it is not their length. `ahead`: where `share`
     bytes per step are prefetched from. `streamed`: "a" or "b", which need not stay in the L1 cache. `beside`: emits
-    other work of the step at an index, done while the unit multiplies."""
+    other work of the step at an index, done while the unit multiplies. `first`: the column of a at which k begins, if a's columns
+    lie in levels."""
     above, across, pitch = range(-(-rows // SIDE)), range(vectors), pitch or SIDE * vectors
     strides = tuple(e.i64(layout.byte(1, 0)) for layout in (from_a, from_b))
     places = {SUMS[i][j]: e.gep(sums, 4 * SIDE * (i * pitch + j)) for i in above for j in across}
@@ -65,7 +66,9 @@ def blocks_function(
     loads = ["tileloaddt164" if streamed == x else "tileloadd64" for x in "ab"]
     with e.loop(0, k, SIDE, carried=[a, b, *fetched]) as loop:
         at_a, at_b, *now = loop.carried
-        loop.next = [e.gep(at_a, step_a or from_a.byte(0, SIDE)), from_b.at(e, at_b, SIDE), *prefetch(e, now, share)]
+        after = at_a if first else e.gep(at_a, step_a or from_a.byte(0, SIDE))
+        loop.next = [after, from_b.at(e, at_b, SIDE), *prefetch(e, now, share)]
+        at_a = from_a.at(e, at_a, 0, e.bin("add", first, loop.index)) if first else at_a
         for i in above:
             do(e, loads[0], A[i], from_a.at(e, at_a, SIDE * i), strides[0])
         for j in across:

@@ -7,7 +7,8 @@ by row between the products of the next one, since the two use different units o
 they do.
 
 If a task has enough panels, its rows of `a` are copied first, or they are computed: as tiles, whose steps are consecutive in
-memory. All tiles of a task have one height, so that the unit is configured once. Those that the plan makes one row lower have an
+memory. Windows of an image are read where they lie: rows of a tile from one row of the image, steps from one run of its elements.
+All tiles of a task have one height, so that the unit is configured once. Those that the plan makes one row lower have an
 undefined row at the end, or start a row earlier if `a` is read in place; what is computed for it is dropped.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.backends.cpu.kernels import amx
-from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, argument_pointers, step
+from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, argument_pointers, divided, step
 from rlx.backends.cpu.kernels.product import Product, row_statements
 from rlx.backends.cpu.kernels.tile import Layout, stage_levels_function, stage_rows_function
 from rlx.backends.cpu.kernels.tiles import MATRIX_DEPTH
@@ -68,7 +69,8 @@ class MatrixUnit:
             self.groups = Layout(groups.dtype, amx.SIDE)
         self.beside = weight(self.c.epilogue) >= HEAVY
         cached = self.tiles * p.rows * self.steps * LINE <= amx.L1
-        self.streamed = "b" if self.tiles == 1 else "" if cached else "a"
+        self.levels = not p.tiled and bool(self.groups.col_levels)
+        self.streamed = "b" if self.tiles == 1 else "" if cached or self.levels else "a"
         self.sums_bytes = p.rows * 4 * p.columns
         kept = max(2, self.tiles) if self.parts > 1 else 2  # one tile is finished while the next is summed
         self.config_at, self.pending_at = product.reserve(amx.CONFIG_BYTES), product.reserve(4 * 8)
@@ -138,7 +140,10 @@ class MatrixUnit:
             first = self._start(e, at.index, row)
             start = step(e, a, tile, self.tile_bytes) if p.tiled else self.groups.at(e, a, first)
             at_b = self.from_b.at(e, b, e.bin("mul", done, e.i64(amx.SIDE)))
-            places = [step(e, start, done, self.step_bytes), at_b, sums, e.bin("mul", count, e.i64(amx.SIDE)), kept]
+            depth = e.bin("mul", count, e.i64(amx.SIDE))
+            places = [start if self.levels else step(e, start, done, self.step_bytes), at_b, sums, depth, kept]
+            if self.levels:
+                places.append(e.bin("mul", done, e.i64(amx.SIDE)))
             if share:  # each tile of a panel prefetches its share of the next
                 before = e.bin("add", e.bin("mul", done, e.i64(self.tiles)), e.bin("mul", tile, count))
                 places.append(step(e, e.gep(b, panel_bytes), before, share))
@@ -169,8 +174,9 @@ class MatrixUnit:
     def _start(self, e: Emitter, tile: V, row: V) -> V:
         """The row that a tile is computed from; `row`: its first."""
         p = self.plan
-        if p.tiled or p.tall == p.row_tiles:
+        if p.tiled or p.tall == (p.in_segment or p.row_tiles):
             return row
+        tile = divided(e, tile, p.in_segment)[0] if p.segment else tile
         return e.bin("sub", row, e.convert("zext", e.cmp("sge", tile, e.i64(p.tall)), "i64"))
 
     def _heights(self, e: Emitter, tile: V) -> list[tuple[int, V]]:
@@ -192,6 +198,7 @@ class MatrixUnit:
 
         def body(e: Emitter, *values: V) -> None:
             (a, b, sums, k, kept, *ahead), waiting = values[: len(places)], Pending(*values[len(places) : len(places) + 4])
+            first = ahead.pop(0) if self.levels else None
             steps, own = e.bin("udiv", k, e.i64(amx.SIDE)), values[len(places) + 4 :]
             each = e.bin("udiv", e.bin("sub", e.bin("add", waiting.count, steps), 1), steps)
 
@@ -204,7 +211,7 @@ class MatrixUnit:
             amx.blocks_function(
                 e, a, b, sums, k, kept if self.parts > 1 else None, *ahead, rows=height, vectors=vectors, group=self.plan.group,
                 from_a=self.groups, from_b=self.from_b, step_a=self.step_bytes, share=share, streamed=self.streamed,
-                beside=beside if self.beside else None,
+                beside=beside if self.beside else None, first=first,
             )  # fmt: skip
 
         self.product.call(e, f"blocks_{height}x{vectors}_{tail}", body, *places, *pending.values, *outside)

@@ -35,6 +35,7 @@ MATRIX_ROWS = 8  # fewer leave most of the matrix unit idle
 MATRIX_DEPTH = 2 * amx.L1 // 3 // (2 * amx.BLOCK)  # steps of k: two thirds of the L1 cache hold a panel's part
 MATRIX_BLOCK_ROWS = 512  # most rows of a block on the matrix unit, for which L3 is slow; several threads may share an L2 cache
 TILED_PANELS = 8  # with fewer panels, copying rows of `a` as tiles costs more than it gains
+TILED_COLUMNS = TILED_PANELS * 2 * amx.SIDE
 RAGGED_TASKS = 16  # per thread, if rows are spread over grid points in ways that are known at run time only
 PART = 1 << 17  # bytes of a panel's part, at most, and at most an eighth of the L2 cache: it stays there beside the next one
 GROUP_PART = 24 << 10  # of that of a group of rows, which are few: reading and arithmetic take turns in the L1 cache
@@ -147,7 +148,8 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     tiles = -(-row_tiles // blocks) if blocks else 0
     stage_b = _stage_b(c.b, c, tiles)
     cached = tiles * rows * c.k * c.a.dtype.itemsize <= amx.L1  # such a block is read from there, in any layout
-    tiled = matrix and (stage_a or (groups == 1 and panels >= TILED_PANELS and not cached))
+    windows = isinstance(c.a, Operand) and c.a.col_levels  # read again and again from caches that do not hold copies of them
+    tiled = matrix and (stage_a or (groups == 1 and panels >= TILED_PANELS and not cached and not windows))
     depth = _depth(c, group, vectors * lanes, matrix, stage_a, target)
     ahead = tiling.get("ahead", tiles > 1 if matrix else _fetches_ahead(c, rows, tiles))  # one tile of the matrix unit is quick
     return Plan(
@@ -286,8 +288,10 @@ def _stage_a(c: Contract, group: int, matrix: bool) -> bool:
     a = c.a
     if isinstance(a, Computed) or (group == 1 and a.dtype != c.acc.dtype):
         return True
-    if (a.row_levels or a.col_levels) and (matrix or 0 < _segment(c) < LOW_ROWS):
-        return True  # the unit reads rows that are one stride apart, and so few rows share too little of b
+    if 0 < _segment(c) < (MATRIX_ROWS if matrix else LOW_ROWS):
+        return True  # rows of a tile are one stride apart, and so few share too little of b
+    if matrix and (a.col_levels[0][0] % (amx.SIDE * group) if a.col_levels else a.row_levels and c.n >= TILED_COLUMNS):
+        return True  # the unit reads whole steps; for many panels, rows that are not windows are better adjacent
     if group == 1:
         return False
     runs = [n for n, _ in a.col_levels[:1]] + [s for _, s in a.row_levels + a.col_levels]
