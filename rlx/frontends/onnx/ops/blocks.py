@@ -15,7 +15,7 @@ from onnx import TensorProto
 
 from rlx.frontends.onnx import narrow, quantities
 from rlx.frontends.onnx.call import Call
-from rlx.frontends.onnx.ops.index import counted
+from rlx.frontends.onnx.ops.shape import counted
 from rlx.frontends.onnx.quantities import Quantity, dequantised, spread
 from rlx.frontends.onnx.table import handler
 from rlx.ir import functions, ops
@@ -137,14 +137,16 @@ def block_sums(x: Value, w: Weight) -> Value:
 def matmul_of(n: Call, x: Value, y: Value, turned: bool) -> Value | None:
     """The product with a matrix of known integers of 4 or 8 bits that DequantizeLinear decoded, from packed weights of the same
     values; None: it is no such matrix. `turned`: y is to be transposed."""
-    y, flipped = quantities.origin(n, y)
-    q = n.scope.importer.quantities.get(y)
-    w = None if q is None or y.rank != 2 or not x.dtype.is_float else _dequantised(n, q, y, turned != flipped)
+    w = _dequantised(n, y, turned) if x.dtype.is_float else None
     return None if w is None or not w.fits() else product(n, x, w).astype(x.dtype)
 
 
-def _dequantised(n: Call, q: Quantity, y: Value, rows_first: bool) -> Weight | None:
-    """The weight, if its scales are by row of the product, or by block of its columns."""
+def _dequantised(n: Call, y: Value, turned: bool) -> Weight | None:
+    """The transpose of y, or with `turned` y, if it was dequantised with scales by its rows, or by blocks of its columns."""
+    y, flipped = quantities.origin(n, y)
+    rows_first, q = turned != flipped, n.scope.importer.quantities.get(y)
+    if q is None or y.rank != 2:
+        return None
     raw, scales, zeros = (None if v is None else n.scope.contents(v) for v in (q.integers, q.scale, q.zero))
     rows, columns = y.shape.static[:: 1 if rows_first else -1]
     if raw is None or scales is None or (q.zero is not None and zeros is None) or raw.dtype not in (np.int8, np.uint8):
@@ -217,9 +219,8 @@ def gather_block_quantized(n: Call) -> Value:
         return unpacked(n.known(0), bits) if in_bytes else (n.known(0).astype(np.int16) + middle).astype(np.uint8)
 
     w = Weight(name, integers, scales, np.full(scales.shape, middle, np.float32), bits, columns, block)
-    if width == 2 and w.fits() and not n.has(3) and lean(w) is None:
-        rows = ops.gather(packed(n, w), ids)
-        return ops.dequantize(rows, format=FORMAT[bits], columns=columns).astype(n.dtype(2))
+    if width == 2 and not n.has(3) and (rows := _rows(n, w, ids)) is not None:
+        return rows.astype(n.dtype(2))
     if not in_bytes:
         table = param(n, f"{name}.bytes", lambda: _nibbles(integers()))
     q, scale = (ops.gather(v, ids) for v in (table, n.value(2)))
@@ -229,6 +230,21 @@ def gather_block_quantized(n: Call) -> Value:
         zero = of_bytes(least, bits)[..., : scales.shape[-1]].astype(f32) if in_bytes else least.astype(f32) + middle
         zero = spread(zero, q, q.rank - 1, block)
     return ((q - zero) * spread(scale, q, q.rank - 1, block).astype(f32)).astype(n.dtype(2))
+
+
+def _rows(n: Call, w: Weight, ids: Value) -> Value | None:
+    """Rows of a packed weight, decoded in f32; None: packed weights do not have its values."""
+    if not w.fits() or lean(w) is not None:
+        return None
+    return ops.dequantize(ops.gather(packed(n, w), ids), format=FORMAT[w.bits], columns=w.columns)
+
+
+def rows_of(n: Call, table: Value, ids: Value) -> Value | None:
+    """Rows of a table of known integers of 4 or 8 bits that DequantizeLinear decoded, from packed weights of the same values;
+    None: it is no such table."""
+    w = _dequantised(n, table, True)
+    found = None if w is None else _rows(n, w, ids)
+    return None if found is None else found.astype(table.dtype)
 
 
 def _nibbles(q: np.ndarray) -> np.ndarray:

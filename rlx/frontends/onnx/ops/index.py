@@ -8,16 +8,12 @@ from typing import Any
 import numpy as np
 
 from rlx.frontends.onnx.call import Call
-from rlx.frontends.onnx.ops.shape import known_dim
+from rlx.frontends.onnx.ops import blocks
+from rlx.frontends.onnx.ops.shape import counted, known_dim
 from rlx.frontends.onnx.table import handler
 from rlx.ir import functions, ops
 from rlx.ir.dtype import i64
 from rlx.ir.node import Value
-
-
-def counted(indices: Value, sizes: Any) -> Value:
-    """Indices, of which those below 0 count from the end; `sizes` broadcasts."""
-    return indices if indices.dtype.kind == "u" else ops.where(ops.less(indices, 0), indices + sizes, indices)
 
 
 @handler("Where", since=9)
@@ -28,7 +24,9 @@ def where(n: Call) -> Value:
 @handler("Gather")
 def gather(n: Call) -> Value:
     axis = n.axis(0)
-    return ops.gather(n.value(0), counted(n.value(1), known_dim(n, 0, axis)), axis=axis)
+    ids = counted(n.value(1), known_dim(n, 0, axis))
+    rows = None if axis else blocks.rows_of(n, n.value(0), ids)
+    return ops.gather(n.value(0), ids, axis=axis) if rows is None else rows
 
 
 @handler("GatherElements", since=11)

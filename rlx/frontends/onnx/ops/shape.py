@@ -36,6 +36,11 @@ def known_dim(n: Call, i: int, axis: int) -> int:
     return dim if isinstance(dim, int) else n.refuse(f"dim {dim} of operand {i} must be known: give its size at import")
 
 
+def counted(indices: Value, sizes: Any) -> Value:
+    """Indices, of which those below 0 count from the end; `sizes` broadcasts."""
+    return indices if indices.dtype.kind == "u" else ops.where(ops.less(indices, 0), indices + sizes, indices)
+
+
 @handler("Constant")
 def constant_(n: Call) -> np.ndarray:
     for name, dtype in (("value", None), ("value_float", np.float32), ("value_floats", np.float32), ("value_int", np.int64),
