@@ -22,7 +22,7 @@ FEW_ROWS, FEW_THREADS = 16, 256  # queries of all heads of a key head that one b
 FEW_KEYS = 256  # up to which tensor cores take the larger half of these rows, one block for all keys
 MOST_PARTS = 16
 TILE, WARPS, LANES = 8, 8, 32  # rows of a tile of tensor cores; warps of its block
-PAIR, LONG = 2, 2048  # blocks of a cluster where keys are as many
+PAIR, LONG, LONGER = 2, 2048, 8192  # blocks of a cluster where keys are as many; keys from which on they have all WARPS
 CLUSTER = 8  # blocks, at most: as many as every GPU with clusters has
 EACH = 3  # times that a block loads keys before further ones go to other blocks, whose sums have to be added
 FEW_BYTES = 96 << 10  # of keys and values on their way to such a block
@@ -137,7 +137,7 @@ def _decoding(kernel: Kernel, tiles: int, rows: int, multiprocessors: int) -> At
     shares = max(1, multiprocessors // (tiles * PAIR)) if keys >= LONG else 1
     if shares > 1:
         parts = PAIR
-    warps = WARPS if keys >= LONG and tiles * parts <= multiprocessors else WARPS // 2
+    warps = WARPS if keys >= LONGER and tiles * parts <= multiprocessors else WARPS // 2
     slots = warps // (2 if width > 128 else 1)
     nbytes = 32 * size + 4 * slots * rows * (width + 4 * parts)
     return AttentionLaunch(

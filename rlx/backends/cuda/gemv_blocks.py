@@ -43,7 +43,7 @@ EARLY_BYTES = 60 << 10  # copied before the left operand is there, which more wo
 UNROLLED = 4  # turns, with one tile
 # Times in turns of a warp: of a panel and of a stage besides their turns, of sums that blocks tell each other (at all, and for
 # each panel), of eight elements of the left operand as digits.
-PANEL_TURNS, STAGE_TURNS, TOLD_TURNS, RUN_TURNS = 1, 0.5, (15, 1), 4
+PANEL_TURNS, STAGE_TURNS, TOLD_TURNS, RUN_TURNS = 1, 0.5, (5, 1), 4
 
 
 @record
