@@ -511,6 +511,7 @@ def swapped(flow: FlowAttrs) -> tuple[tuple[int, ...], ...]:
         ({"wires": swapped}, "wired to"),
         ({"wires": lambda f: (f.wires[0][:-1],)}, "for 4 wires"),
         ({"copies": ()}, "which nothing has written"),
+        ({"limit": 0}, "a result that may stay unwritten"),
         ({"copies": lambda f: tuple((b, a) for a, b in f.copies)}, "cannot be copied"),
         ({"bodies": lambda f: f.bodies[::-1], "wires": lambda f: f.wires[::-1], "test": 0}, "not one bool"),
         ({"wires": lambda f: (f.wires[0], f.wires[0]), "test": lambda f: f.test}, "for "),

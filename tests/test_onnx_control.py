@@ -217,6 +217,13 @@ def test_a_scan_has_axes_and_directions(direction, steps):
     np.testing.assert_allclose(rows, np.stack(expected[:: -1 if direction else 1], -1), rtol=1e-6)
 
 
+def test_a_tensor_is_not_split_to_elements_without_number():
+    text = "agraph (float[n] x) => (int64 y) { s = SplitToSequence (x)  y = SequenceLength (s) }"
+    assert OnnxModel(parsed(text))(np.zeros(9, np.float32)) == 9
+    with pytest.raises(Unsupported, match="it makes 1099511627776 parts, at most 16384"):
+        from_onnx(parsed(text), dims={"n": 1 << 40})
+
+
 SEQUENCES = """
 agraph (float[3,4] x) => (float[4,6] joined, float[3,4] whole, float[2,3,4] stacked, int64 size) {
   two = Constant <value = int64 {2}> ()

@@ -103,7 +103,7 @@ def _unwritten(
     begun |= {n for n, b in enumerate(buffers) if not b.writable}
     for body, wire in zip(bodies, flow.wires):
         yield from _early_reads(body, dict(zip((*body.params, *body.handles), wire)), begun)
-    if flow.count == -1 or flow.test == -1:  # all of the bodies' results are written: a branch runs one, and a loop at least once
+    if flow.count == -1 or (flow.test == -1 and flow.limit):  # all of the bodies' results are written: one runs at least once
         begun |= set.intersection(*made)
     for n, b in enumerate(buffers):
         if b.writable and b.size and n not in begun:

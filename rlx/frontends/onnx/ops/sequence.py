@@ -10,6 +10,8 @@ from rlx.frontends.onnx.table import handler
 from rlx.ir import functions, ops
 from rlx.ir.node import Value
 
+LONGEST = 1 << 14  # elements that a tensor is split to
+
 
 @handler("SequenceConstruct")
 def construct(n: Call) -> list[Operand]:
@@ -64,6 +66,8 @@ def split(n: Call) -> list[Value]:
     each = int(given) if given.ndim == 0 else 0
     if given.ndim == 0 and each < 1:
         n.refuse(f"parts of {each} elements")
+    if each and size // each > LONGEST:
+        n.refuse(f"it makes {size // each} parts, at most {LONGEST} are supported")
     parts = tuple(min(each, size - start) for start in range(0, size, each)) if given.ndim == 0 else n.ints(1)
     made: list[Value] = [*ops.split(n.value(0), parts=parts, axis=axis)] if parts else []
     return made if n.has(1) or n.attr("keepdims", 1) else [ops.squeeze(x, axes=(axis,)) for x in made]
