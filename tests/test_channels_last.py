@@ -325,3 +325,18 @@ def test_a_difference_in_a_value_that_is_stored_transposed_is_found_where_the_us
     found = verify(g, given, inputs, session=rlx.Session("cpu"), progress=lambda done, total: wrong.append(done))
     assert found.values == 1 and found.difference is not None and found.difference.what.startswith("relu")
     assert found.difference.index[1] == 4
+
+
+def test_values_that_are_computed_inside_of_a_padded_one_are_compared():
+    g, rng = Graph("chain"), np.random.default_rng(0)
+    x = g.input("x", (1, 16, 9, 9), f32)
+    for n in range(3):
+        x = rlx.relu(rlx.conv(x, g.param(f"w{n}", (16, 16, 3, 3), f32), low=1, high=1))
+    g.set_outputs([x.mean(axis=(2, 3))])
+    weights = {f"w{n}": rng.standard_normal((16, 16, 3, 3), np.float32) for n in range(3)}
+    inputs = {"x": rng.standard_normal((1, 16, 9, 9), np.float32)}
+    found = verify(g, weights.__getitem__, inputs, session=rlx.Session("cpu"))
+    assert found.difference is None and found.values == 3, found
+    places = rlx.compile(g)._origins().places
+    relus = [n.results[0] for n in g.nodes() if n.op.name == "relu"]
+    assert [places[v].strides[2] for v in relus if v in places] == [11 * 16] * 2  # the third is in the kernel of the mean

@@ -165,6 +165,28 @@ class Peer:
             return [x + (0.5 if i == 1 else 0) for i, x in enumerate(found)]
 
 
+def test_values_of_weights_that_the_graph_needs_no_more_are_compared_with_onnx_runtime(tmp_path, capsys, monkeypatch):
+    """A product of dequantised weights is computed on the bytes, and zero points of 0 are left out: the weights in f32 are values
+    of the model alone."""
+    node, rng = helper.make_node, np.random.default_rng(0)
+    nodes = [
+        node("QuantizeLinear", ["x", "s", "z"], ["xq"]), node("DequantizeLinear", ["xq", "s", "z"], ["xd"]),
+        node("DequantizeLinear", ["w", "t", "zeros"], ["wd"], axis=1), node("MatMul", ["xd", "wd"], ["h"]),
+        node("Add", ["h", "b"], ["y"]),
+    ]  # fmt: skip
+    arrays = {"s": np.float32(0.05), "z": np.uint8(128), "t": np.full(72, 0.02, np.float32), "b": np.ones(72, np.float32)}
+    arrays |= {"w": rng.integers(-127, 127, (16, 72), np.int8), "zeros": np.zeros(72, np.int8)}
+    onnx.save(model(nodes, [info("x", [2, 16])], [info("y", [2, 72])], arrays), tmp_path / "net.onnx")
+
+    class Right(Peer):
+        class InferenceSession(Peer.InferenceSession):
+            def run(self, names, inputs):
+                return ReferenceEvaluator(self.model).run(names, inputs)
+
+    monkeypatch.setitem(sys.modules, "onnxruntime", Right)
+    assert "values of nodes are those of ONNX Runtime" in says(capsys, "verify", tmp_path / "net.onnx")
+
+
 def test_verify_ends_at_the_first_node_that_differs_from_onnx_runtime(tmp_path, capsys, monkeypatch):
     chain = ("Exp", "x", "a"), ("Tanh", "a", "b"), ("Neg", "b", "c")
     nodes = [helper.make_node(op, [a], [b], name=f"n{b}") for op, a, b in chain]

@@ -55,8 +55,8 @@ class StepOrigin:
 
 @record
 class Place:
-    """Where a value is in the arena: its elements are adjacent, with the axes in any order. `offset`: in bytes. `strides`: in
-    elements."""
+    """Where a value is in the arena: with its axes in any order, and perhaps inside of a larger value. `offset`: in bytes.
+    `strides`: in elements. `row_major`: its elements are adjacent, in order."""
 
     offset: int
     strides: tuple[int, ...]
@@ -158,14 +158,15 @@ def _places(graph: Graph, nodes: Sequence[Node], made: Assembled, options: Compi
         dims = own.shape.bind(bound).static
         if [dims[a] for a in axes] != list(made.shape.static):
             return
-        if facts.places.base(made) not in ids or made in facts.places.tiles:
+        base = facts.places.base(made)
+        held, _ = facts.places.hosts.get(base, (base, None))
+        if held not in ids or made in facts.places.tiles:
             return
-        base, layout = facts.places.locate(made)
-        start = program.plan.offsets.get(ids[base])
+        start, layout = program.plan.offsets.get(ids[held]), facts.places.locate(made)[1]
         strides = tuple(layout.strides[axes.index(a)] for a in range(len(axes)))
         wide = [(s, n) for s, n in zip(strides, dims) if n != 1]
-        if start is not None and _are_adjacent(sorted(wide)):
-            in_order = wide == sorted(wide, reverse=True)
+        in_order = wide == [(s, n) for s, n in zip(contiguous_strides(dims), dims) if n != 1]
+        if start is not None and (in_order or (own.node.op.kind is not Kind.VIEW and _are_apart(sorted(wide)))):
             found[own] = Place(start + layout.offset * made.dtype.itemsize, strides, in_order)
 
     for node in facts.graph.nodes():
@@ -177,11 +178,11 @@ def _places(graph: Graph, nodes: Sequence[Node], made: Assembled, options: Compi
     return found | {own: Place(at, contiguous_strides(dims), True) for own, at, dims in rows}
 
 
-def _are_adjacent(axes: Sequence[tuple[int, int]]) -> bool:
-    """True if the elements of axes with these strides and sizes, the innermost first, leave no gaps."""
-    step = 1
+def _are_apart(axes: Sequence[tuple[int, int]]) -> bool:
+    """True if all elements of axes with these strides and sizes, the innermost first, are different ones."""
+    span = 1
     for stride, n in axes:
-        if stride != step:
+        if stride < span:
             return False
-        step *= n
+        span += (n - 1) * stride
     return True

@@ -177,8 +177,9 @@ class _Comparison:
             if place is not None and value.shape.num_elements and value.dtype.kind != "c":
                 start, id = self.starts[bisect_right(self.starts, (place.offset, 1 << 62)) - 1]
                 raw = self.compiled._executable.read(id).reshape(-1).view(np.uint8)[place.offset - start :]
-                flat, size = raw[: value.shape.size_bytes].view(value.dtype.numpy), value.dtype.itemsize
-                yield value, as_strided(flat, value.shape.static, [s * size for s in place.strides])
+                dims, size = value.shape.static, value.dtype.itemsize
+                reach = 1 + sum((n - 1) * s for n, s in zip(dims, place.strides))
+                yield value, as_strided(raw[: reach * size].view(value.dtype.numpy), dims, [s * size for s in place.strides])
             for name in self.assigned.get(value, ()) if value.dtype.kind != "c" else ():
                 yield value, np.asarray(self.compiled.read_handle(name))
 

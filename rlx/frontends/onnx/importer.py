@@ -202,6 +202,7 @@ class Importer:
         self.made = source.made
         self.types: dict[Value, int] = {}  # ONNX's element type of values that are stored in a wider one
         self.named: dict[str, Any] = {}  # what the names of the model's own graph stand for
+        self.weights: Mapping[str, np.ndarray] = {}  # those of the params that these depend on; the graph's are what outputs need
         self.outputs: list[Any] = []  # a Value, an array, a list of them, or None, for each output
         self.cuts: dict[str, tuple[int, str]] = {}  # output -> the axis that is cut, and the output that says where
         self.depth, self.nodes = 0, 0
@@ -236,6 +237,7 @@ class Importer:
         counts = {b.count: f"{name}.count" for name, v in zip(names, values) if (b := self.bounds.get(v))}
         self.graph.set_outputs([*values, *counts], [*names, *counts.values()])
         self.cuts = {n: (b.axis, counts[b.count]) for n, v in zip(names, values) if (b := self.bounds.get(v))}
+        self.weights = self.graph.weights
         self.graph = tidied(self.graph, self.made)
         used = {v for n in self.graph.nodes() for v in n.inputs} | set(self.graph.outputs)
         self.graph.params = [p for p in self.graph.params if p in used]
