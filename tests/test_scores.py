@@ -55,6 +55,24 @@ def test_the_scores_of_attention_may_be_attention_themselves():
     np.testing.assert_allclose(evaluate(passed, feeds)[0][0], evaluate(g, feeds)[0][0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("order", ["shared", "dealt"])
+def test_heads_that_are_repeated_for_their_queries_are_read_once(flat, order):
+    """As exporters write grouped heads; heads that are dealt out in turn stay repeated."""
+    g = Graph("attention")
+    q, k, v = (g.input(n, (2, heads, 9, 16), "f32") for n, heads in (("q", 6), ("k", 2), ("v", 2)))
+    at = 2 if order == "shared" else 1
+    dims = (2, 2, 3, 9, 16) if order == "shared" else (2, 3, 2, 9, 16)
+    many = lambda x, *lead: rlx.broadcast_to(rlx.expand_dims(x, at), dims).reshape((*lead, 9, 16))  # noqa: E731
+    turned = many(k, 12).transpose(0, 2, 1).reshape((2, 6, 16, 9)) if flat else many(k, 2, 6).transpose(0, 1, 3, 2)
+    g.set_outputs([rlx.softmax((q @ turned) * 0.3) @ many(v, 2, 6)])
+    passed = scores(g, COMPILATION)
+    (node,) = found(passed)
+    assert [x.dims[1] for x in node.inputs] == ([6, 2, 2] if order == "shared" else [6, 6, 6])
+    feeds = {x.name: rng.normal(size=x.shape.static).astype(np.float32) for x in g.inputs}
+    np.testing.assert_allclose(evaluate(passed, feeds)[0][0], evaluate(g, feeds)[0][0], rtol=1e-5, atol=1e-6)
+
+
 def test_scores_divided_by_zero_are_left():
     assert not found(scores(graph_of(lambda q, k, v, bias: rlx.softmax((q @ k) / 0.0) @ v), COMPILATION))
 

@@ -22,7 +22,7 @@ from rlx.ir.rewrite import Pattern, Var, match, pattern
 
 A, B, C = Var("a"), Var("b"), Var("c")
 LOW = -1e30  # a bias below it hides its key
-MATMUL, SOFTMAX = OPS["matmul"], OPS["softmax"]
+MATMUL, SOFTMAX, RESHAPE = OPS["matmul"], OPS["softmax"], OPS["reshape"]
 GUARDED = pattern(ops.where, pattern(ops.is_nan, A), 0.0, A)
 MASKED = pattern(ops.where, A, 0.0, B)
 PRODUCT, QUOTIENT, SUM = pattern(ops.mul, A, B), pattern(ops.div, A, B), pattern(ops.add, A, B)
@@ -68,7 +68,10 @@ def _attention(node: Node, read: Mapping[Value, int]) -> Value | None:
     scale *= first * second
     if not scale:  # which would ask for the usual one
         return None
-    k = ops.transpose(keys, axes=(*range(keys.rank - 2), keys.rank - 1, keys.rank - 2)) if keys.rank > 1 else keys
+    k = _turned(keys) if keys.rank > 1 else keys
+    groups = _unrepeated(k), _unrepeated(v)
+    if groups[0] is not None and groups[1] is not None:
+        k, v = groups[0], groups[1]
     ranked = [t.reshape((1, *t.dims)) if t.rank == 3 else t for t in (q, k, v)]
     usual = isinstance(depth := q.dims[-1], int) and depth > 0 and abs(scale * depth**0.5 - 1) < 1e-6
     given: dict[str, object] = {"scale": 0.0 if usual else scale, "mask": "none" if bias is None else "bias"}
@@ -78,6 +81,28 @@ def _attention(node: Node, read: Mapping[Value, int]) -> Value | None:
         return apply(OPS["attention"], (*ranked, *(() if bias is None else (bias,))), given, name=node.name)  # type: ignore[return-value]
     except GraphError:  # operands that are broadcast, of another rank or of several dtypes
         return None
+
+
+def _turned(x: Value) -> Value:
+    """Matrices transposed; of those that are transposed already, perhaps with other batch dims, the operand."""
+    y = x.node.inputs[0] if x.node.op is RESHAPE and x.node.inputs[0].dims[-2:] == x.dims[-2:] else x
+    axes = (*range(y.rank - 2), y.rank - 1, y.rank - 2)
+    if y.node.op is OPS["transpose"] and y.node.attrs.axes == axes:  # type: ignore[union-attr]
+        return y.node.inputs[0].reshape((*x.dims[:-2], x.dims[-1], x.dims[-2]))
+    return ops.transpose(x, axes=(*range(x.rank - 2), x.rank - 1, x.rank - 2))
+
+
+def _unrepeated(x: Value) -> Value | None:
+    """Heads [batch, groups, rows, size] of which x has each several times, for the queries that share them; None: it has not."""
+    wide = x
+    while wide.node.op is RESHAPE:
+        (wide,) = wide.node.inputs
+    if wide.node.op is not OPS["broadcast_to"] or wide.rank != 5 or x.rank != 4:
+        return None
+    batch, groups, one, rows, size = small = (1,) * (5 - wide.node.inputs[0].rank) + wide.node.inputs[0].dims
+    if one != 1 or wide.dims != (*small[:2], wide.dims[2], *small[3:]) or x.dims != (batch, groups * wide.dims[2], rows, size):
+        return None
+    return wide.node.inputs[0].reshape((batch, groups, rows, size))
 
 
 def _mask(bias: Value) -> Value | None:
