@@ -84,7 +84,7 @@ def _imported(module: str) -> Any:
     """Import a module without collecting garbage, which would take a seventh of the time: an import makes hardly any."""
     from rlx.garbage import Uncollected
 
-    with Uncollected():
+    with Uncollected(stays=True):
         return import_module(module)
 
 

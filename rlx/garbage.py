@@ -1,4 +1,4 @@
-"""`Uncollected`: for work that makes many objects that stay, and little garbage."""
+"""`Uncollected`: for work that makes many objects and little garbage."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import gc
 
 
 class Uncollected:
-    """No garbage is collected within it. The objects made there count as old ones afterwards: the next collection of young ones
-    would look at each of them, which takes as long as several imports."""
+    """No garbage is collected within it."""
+
+    def __init__(self, stays: bool = False) -> None:
+        """`stays`: all that is made there, so it counts as old afterwards: the next collection of young objects would look at
+        each of them, which takes as long as several imports. Of what is dropped sooner, garbage would stay for long."""
+        self._stays = stays
 
     def __enter__(self) -> None:
         self._collects = gc.isenabled()
@@ -15,7 +19,7 @@ class Uncollected:
 
     def __exit__(self, *_: object) -> None:
         if self._collects:
-            if not gc.get_freeze_count():  # else the program keeps objects frozen
+            if self._stays and not gc.get_freeze_count():  # else the program keeps objects frozen
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

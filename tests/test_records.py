@@ -103,23 +103,30 @@ def test_its_init_is_written_when_it_is_first_asked_for() -> None:
     assert point(3).x == 3 and point.__init__ is vars(point)["__init__"]
 
 
-def test_objects_made_without_collections_are_old_afterwards() -> None:
-    gc.enable()
-    with Uncollected():
+@pytest.mark.parametrize("stays", [True, False])
+def test_objects_that_stay_are_old_afterwards_and_others_young(stays: bool) -> None:
+    """A compile that is dropped leaves garbage, which a collection of everything would find much later."""
+    usual, frozen = gc.get_threshold(), gc.get_freeze_count()
+    gc.set_threshold(0)  # nothing is collected by itself while the test looks
+    gc.unfreeze()
+    with Uncollected(stays):
         made = [[] for _ in range(5000)]
         assert not gc.isenabled()
+    young = {id(x) for x in gc.get_objects(generation=0)}
     assert gc.isenabled() and gc.get_freeze_count() == 0
-    assert not {id(x) for x in gc.get_objects(generation=0)} & {id(x) for x in made}
+    assert len(young & {id(x) for x in made}) == (0 if stays else 5000)
     gc.disable()
-    with Uncollected():
+    with Uncollected(stays):
         pass
     assert not gc.isenabled()
     gc.enable()
     gc.freeze()
-    with Uncollected():
+    with Uncollected(stays):
         pass
     assert gc.get_freeze_count() > 0
-    gc.unfreeze()
+    gc.set_threshold(*usual)
+    if not frozen:
+        gc.unfreeze()
 
 
 def test_all_of_them_share_their_functions() -> None:
