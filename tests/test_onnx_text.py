@@ -50,7 +50,9 @@ def test_text_that_is_none_or_of_other_dims_is_refused():
     with pytest.raises(Unsupported, match=r"input 'words' is text, .*give values=\{'words'"):
         from_onnx(with_ml(WORDS))
     with pytest.raises(Unsupported, match="an output of text, which a graph cannot have: use rlx.load"):
-        from_onnx(with_ml(WORDS), values={"words": np.array(["a"], object)})
+        from_onnx(with_ml(WORDS), values={"words": ["a"]})
+    with pytest.raises(Unsupported, match=r"input 'words': its contents \[1\] are no array of text"):
+        from_onnx(with_ml(WORDS), values={"words": [1]})
     proto = with_ml(WORDS)
     proto.graph.initializer.add(name="w", data_type=8, dims=[2], string_data=[b"one"])
     with pytest.raises(CorruptFileError, match=r"of text has the dims \[2\], and 1 elements"):
@@ -73,6 +75,9 @@ def test_operators_that_move_and_compare_elements_take_text():
     np.testing.assert_array_equal(f, x.astype(np.float32))
     with pytest.raises(Unsupported, match="node 0 Neg: text is where numbers are needed"):
         OnnxModel(parsed("agraph (string[n] x) => (string[n] y) { y = Neg (x) }"))(["a"])
+    for node in ("Equal (x, n)", "Concat <axis = 0> (x, n)", "Gather (n, x)"):
+        with pytest.raises(Unsupported, match="text stands beside numbers, or where numbers are needed"):
+            OnnxModel(parsed(f"agraph (string[k] x, int64[k] n) => (int64[m] y) {{ y = {node} }}"))(["a", "b"], np.array([0, 1]))
     with pytest.raises(Unsupported, match="the text is no number of int64"):
         OnnxModel(parsed("agraph (string[n] x) => (int64[n] y) { y = Cast <to = 7> (x) }"))(["a"])
     shown = OnnxModel(parsed("agraph (int64[n] x) => (string[n] y) { y = Cast <to = 8> (x) }"))(np.array([1 << 62, -5]))

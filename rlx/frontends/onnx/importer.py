@@ -18,7 +18,7 @@ from rlx.errors import GraphError, RlxError, UnknownNameError, Unsupported, know
 from rlx.frontends.onnx import functions, text
 from rlx.frontends.onnx.call import UNROLLED, Call, NotKnown, Operand, Refused, flat, is_text, sources
 from rlx.frontends.onnx.counted import Bound, follow
-from rlx.frontends.onnx.proto import TEXT, Source, as_dtype_or_none, check_dims, dims_of, numpy_type, stored
+from rlx.frontends.onnx.proto import TEXT, Source, as_dtype_or_none, check_dims, dims_of, numpy_type, stored, text_of
 from rlx.frontends.onnx.states import following
 from rlx.frontends.onnx.structure import opsets, schema_of
 from rlx.frontends.onnx.table import find
@@ -262,9 +262,10 @@ class Importer:
         host = numpy_type(code, f"input {name!r}")
         if given is not Ellipsis and not isinstance(given, Shape):
             try:
-                return np.asarray(given, host)
+                return text_of(name, np.asarray(given)) if host == TEXT else np.asarray(given, host)
             except (ValueError, TypeError, OverflowError):
-                raise Refused(f"input {name!r}: its contents {given!r:.60} are no array of {host}") from None
+                shown = "text" if host == TEXT else host
+                raise Refused(f"input {name!r}: its contents {given!r:.60} are no array of {shown}") from None
         if host == TEXT:
             raise Refused(f"input {name!r} is text, which must be known when the model is compiled: give values={{{name!r}: …}}")
         dtype = as_dtype(stored(host))

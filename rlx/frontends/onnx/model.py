@@ -24,7 +24,7 @@ from rlx.errors import (
 from rlx.forks import Lock
 from rlx.frontends.onnx.call import flat, is_text
 from rlx.frontends.onnx.importer import Importer, check, from_onnx, imported
-from rlx.frontends.onnx.proto import TEXT, Source, dims_of, numpy_type, stored, text_array
+from rlx.frontends.onnx.proto import TEXT, Source, dims_of, numpy_type, stored, text_of
 from rlx.frontends.onnx.states import MASK, in_place, pairs
 from rlx.ir.dtype import as_dtype
 from rlx.ir.graph import Graph
@@ -293,7 +293,7 @@ def _arrays(name: str, x: Any, kind: onnx.TypeProto) -> Any:
     except ValueError:
         raise BindingError(f"input {name!r} is an array, got lists of different lengths") from None
     if want == TEXT:
-        return _text_of(name, array)
+        return text_of(name, array)
     if array.dtype not in (want, stored(want)):
         if isinstance(x, np.ndarray) or array.dtype.kind not in "biuf":
             how = f"convert it: array.astype({want.name!r})"
@@ -303,13 +303,6 @@ def _arrays(name: str, x: Any, kind: onnx.TypeProto) -> Any:
         if array.dtype.kind in "biu" and not np.array_equal(array, given):
             raise InputDTypeError(f"input {name!r} is of {want}, which does not hold all of the numbers given")
     return array.astype(stored(want), copy=False)
-
-
-def _text_of(name: str, array: np.ndarray) -> np.ndarray:
-    found = [x.decode("utf-8", "replace") if isinstance(x, bytes) else x for x in array.reshape(-1).tolist()]
-    if not all(isinstance(x, str) for x in found):
-        raise InputDTypeError(f"input {name!r} is text, an array of str, got an array of {array.dtype}")
-    return text_array(found, array.shape)
 
 
 def _described(x: Any, contents: bool) -> Any:

@@ -18,7 +18,17 @@ import onnx
 from google.protobuf.message import DecodeError, Message
 from onnx import numpy_helper, version_converter
 
-from rlx.errors import CorruptFileError, DTypeError, ModelError, OptionError, UnknownNameError, Unsupported, as_path, known
+from rlx.errors import (
+    CorruptFileError,
+    DTypeError,
+    InputDTypeError,
+    ModelError,
+    OptionError,
+    UnknownNameError,
+    Unsupported,
+    as_path,
+    known,
+)
 from rlx.frontends.onnx.structure import OLDEST, faults, opsets
 from rlx.frontends.onnx.wire import split
 from rlx.ir.dtype import DType, as_dtype
@@ -214,6 +224,14 @@ def text_array(items: Sequence[str], dims: Sequence[int]) -> np.ndarray:
     return made.reshape(tuple(dims))
 
 
+def text_of(name: str, array: np.ndarray) -> np.ndarray:
+    """An input as text. InputDTypeError: it is none."""
+    found = [x.decode("utf-8", "replace") if isinstance(x, bytes) else x for x in array.reshape(-1).tolist()]
+    if not all(isinstance(x, str) for x in found):
+        raise InputDTypeError(f"input {name!r} is text, an array of str, got an array of {array.dtype}")
+    return text_array(found, array.shape)
+
+
 def stored(kind: np.dtype) -> np.dtype:
     """The numpy dtype in which rlx keeps elements of a dtype: itself, or a wider one of the same values."""
     return np.dtype(_WIDER.get(kind.name, kind))
@@ -262,4 +280,6 @@ def as_dtype_or_none(code: int) -> DType | None:
     return as_dtype(kind) if stored(kind) == kind else None
 
 
-__all__ = ["TEXT", "Source", "as_dtype_or_none", "check_dims", "dims_of", "identifier", "numpy_type", "stored", "text_array"]
+__all__ = [
+    "TEXT", "Source", "as_dtype_or_none", "check_dims", "dims_of", "identifier", "numpy_type", "stored", "text_array", "text_of",
+]  # fmt: skip

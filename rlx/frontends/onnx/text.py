@@ -21,6 +21,10 @@ _MOVES = dict.fromkeys(  # operator -> its results that are text, if operands ar
 ) | {"Unique": range(1), "Equal": range(0)}  # fmt: skip
 
 
+_DATA = {"Where": (1, 2), "Scatter": (0, 2), "ScatterElements": (0, 2), "ScatterND": (0, 2)}  # operands of one type, if not 0
+_ALIKE = ("Equal", "Concat")  # all operands are of one type
+
+
 def moves(call: Call) -> bool:
     """True if the operator moves or compares elements that are text."""
     return call.op in _MOVES and not call.domain and any(is_text(x) for _, x in flat("", call.inputs))
@@ -40,6 +44,9 @@ def moved(call: Call, handle: Callable[[Call], Any], folded: Callable[[Any], Any
             raise NotKnown(x, f"{call.where} gives text, which must be known when it is compiled")
         return table[x] if isinstance(x, np.ndarray) else x
 
+    data = call.inputs if call.op in _ALIKE else [call.inputs[i] for i in _DATA.get(call.op, (0,))]
+    if not all(is_text(x) for _, x in flat("", data)):
+        call.refuse("text stands beside numbers, or where numbers are needed")
     texts = (x for x in flat("", call.inputs) if is_text(x[1]))
     table = np.array(sorted({e for _, x in texts for e in x.reshape(-1)}) or [""], object)
     number = {text: i for i, text in enumerate(table)}
