@@ -34,8 +34,10 @@ if sys.dont_write_bytecode and PREFIX not in os.environ:
     os.environ.pop(NONE, None)
 
 LONG = (  # files that take long, the longest first
-    "aarch64", "tensor_parallel", "language", "ops", "c_backend", "ranks_mpi", "generated_code", "launch", "add_an_op_doc",
-    "padding", "cli", "generate", "limits", "allocation", "models", "tune", "cpu_contract", "c_style", "memory", "int8",
+    "aarch64", "ops", "language", "c_backend", "tensor_parallel", "generated_code", "add_an_op_doc", "cuda_kernels", "padding",
+    "experts", "ranks_mpi", "cuda", "cli", "ranks_shm", "launch", "cpu_attention", "expert_budget", "cuda_narrow", "convolution",
+    "cuda_blocks", "cuda_residency", "cpu_contract", "expert_residency", "c_style", "generate", "cpu_amx", "artifact_models",
+    "kernel_texts", "models", "tune", "limits", "verifying", "program_parse", "memory", "onnx_backend", "int8", "explain_command",
 )  # fmt: skip
 
 

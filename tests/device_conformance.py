@@ -63,7 +63,7 @@ def _forget() -> None:
 
 def cases_of(op: str, device: str) -> list[Case]:
     target = get(rlx.Device.parse(device).name).target(0)
-    return [c for c in cases(dtypes=target.dtypes) if c.op.name == op]
+    return [c for c in cases() if c.op.name == op and c.all_dtypes <= target.dtypes]
 
 
 def together(op: str, chosen: list[Case]) -> tuple[Graph, dict[str, np.ndarray], list[tuple[Case, int]]]:

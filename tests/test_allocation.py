@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 from functools import partial
-from itertools import repeat
+from itertools import pairwise, repeat
 
 import numpy as np
 import pytest
@@ -61,10 +61,12 @@ def test_what_a_call_takes_from_pythons_allocators(threads: int, mode: str, most
         for call in calls:
             call()
             call()
-            before = counter.count
-            for _ in repeat(None, RUNS):
-                call()
-            taken = counter.count - before
+            counts = [counter.count]
+            for _ in range(3):  # threads that are none of ours allocate now and then
+                for _ in repeat(None, RUNS):
+                    call()
+                counts.append(counter.count)
+            taken = min(after - before for before, after in pairwise(counts))
             assert taken <= most * RUNS + 50, taken / RUNS  # readings take a few themselves
             assert mode == "native" or taken >= RUNS  # the counter counts
 

@@ -7,7 +7,6 @@ import re
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import known_programs
 import pytest
 from small_programs import convolution
 
@@ -36,28 +35,11 @@ def same(a: Any, b: Any) -> bool:
                     return False
                 continue
             partner[id(x)] = y
-            skip = {"name"} if isinstance(x, (K.Var, K.Buffer, K.Local)) else set()
+            skip = {"name"} if isinstance(x, (K.Var, K.Buffer, K.Local)) else {"text"} if isinstance(x, K.Kernel) else set()
             todo += [(getattr(x, f.name), getattr(y, f.name)) for f in fields(x) if f.name not in skip]
         elif x != y and not (x != x and y != y):
             return False
     return True
-
-
-@pytest.mark.parametrize("name", known_programs.SETS)
-def test_every_known_kernel_reads_back(name: str) -> None:
-    for what, _, program in known_programs.programs(name):
-        for kernel in {id(s.kernel): s.kernel for steps in program.phases.values() for s in steps}.values():
-            text = print_kernel(kernel)
-            again = parse_kernel(text)
-            assert print_kernel(again) == text, what
-            assert same(kernel, again), f"{what}\n{text}"
-
-
-def test_kernels_read_back_give_the_same_code() -> None:
-    for what, _, program in known_programs.programs("extents"):
-        for kernel in {s.kernel for steps in program.phases.values() for s in steps}:
-            again = parse_kernel(print_kernel(kernel))
-            assert known_programs.code_of(again, program.target) == known_programs.code_of(kernel, program.target), what
 
 
 def everything() -> K.Kernel:
