@@ -48,7 +48,7 @@ def test_run_reads_and_writes_text(tmp_path, capsys):
     np.save(tmp_path / "x.npy", np.array(["a", "bé"]))
     says(capsys, "run", tmp_path / "t.onnx", "--input", f"x={tmp_path / 'x.npy'}", "--output", tmp_path / "out")
     assert np.load(tmp_path / "out" / "y.npy").tolist() == ["bé"]
-    assert "'x' has no declared dims: give it" in says(capsys, "run", tmp_path / "t.onnx", "--random", fails=True)
+    assert "'x' is text, or has no declared dims: give it" in says(capsys, "run", tmp_path / "t.onnx", "--random", fails=True)
 
 
 def test_run_takes_artifacts_of_graphs(file, tmp_path, capsys):
@@ -100,7 +100,7 @@ def test_files_that_are_no_array_and_arrays_of_another_size_are_named(file, tmp_
 def test_inputs_without_dims_are_given_and_sequences_are_for_python(tmp_path, capsys):
     onnx.save(model([helper.make_node("Neg", ["x"], ["y"])], [info("x")], [info("y")]), tmp_path / "open.onnx")
     said = says(capsys, "run", tmp_path / "open.onnx", "--random", fails=True)
-    assert "'x' has no declared dims: give it, --input x=file.npy" in said
+    assert "'x' is text, or has no declared dims: give it, --input x=file.npy" in said
     np.save(tmp_path / "x.npy", np.ones((2, 3), np.float32))
     assert "2x3" in says(capsys, "run", tmp_path / "open.onnx", "--input", f"x={tmp_path}/x.npy")
     lists = helper.make_tensor_sequence_value_info("x", 1, [2])
@@ -127,6 +127,16 @@ def test_options_that_a_model_does_not_have_are_refused(file, tmp_path, capsys):
     assert "which has no tokenizer: `rlx run`" in says(capsys, "generate", file, "hello", fails=True)
     says(capsys, *saved, "--no-weights")
     assert "was saved without its weights ('b', 'w')" in says(capsys, "run", tmp_path / "net.rlx", "--random", fails=True)
+
+
+def test_an_artifact_of_a_model_with_text_outputs_is_refused(tmp_path, capsys):
+    text = onnx.TensorProto.STRING
+    nodes = [helper.make_node("StringNormalizer", ["s"], ["t"]), helper.make_node("Neg", ["x"], ["y"])]
+    net = model(nodes, [info("s", [1], text), info("x", [2])], [info("t", [1], text), info("y", [2])])
+    onnx.save(net, tmp_path / "net.onnx")
+    np.save(tmp_path / "s.npy", np.array(["a"]))
+    said = says(capsys, "save", tmp_path / "net.onnx", tmp_path / "net.rlx", "--input", f"s={tmp_path}/s.npy", fails=True)
+    assert "output 't' is text, which an artifact does not hold" in said and not (tmp_path / "net.rlx").exists()
 
 
 def test_bench_times_artifacts_of_graphs(file, tmp_path, capsys):

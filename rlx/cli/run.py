@@ -202,7 +202,7 @@ def arrays(
         if name in made:
             continue
         if shape is None:
-            raise OptionError(f"input {name!r} has no declared dims: give it, --input {name}=file.npy")
+            raise OptionError(f"input {name!r} is text, or has no declared dims: give it, --input {name}=file.npy")
         if left := [str(d) for d in shape.dims if not isinstance(d, int) and str(d) not in bound]:
             raise OptionError(f"input {name!r} is {shape}: give the size of {left[0]}, as --dim {left[0]}=1")
         dims = tuple(d if isinstance(d, int) else bound[str(d)] for d in shape.dims)

@@ -19,6 +19,7 @@ from rlx.errors import (
     ModelError,
     OptionError,
     UnknownNameError,
+    Unsupported,
     known,
 )
 from rlx.forks import Lock
@@ -133,11 +134,15 @@ class OnnxModel(Shown):
             return self._import(self._given(inputs))
 
     def save(self, path: str | PathLike[str], inputs: Mapping[str, Any], weights: bool = True) -> int:
-        """Write the executable for such inputs to an artifact, for rlx.load. Returns its size in bytes."""
-        found = self.executable(inputs)
-        if found is None:
+        """Write the executable for such inputs to an artifact, for rlx.load. Returns its size in bytes. Outputs whose size
+        depends on data are whole there, beside their counts. Unsupported: an output is text."""
+        with self._lock:
+            found = self._get(self._given(inputs))
+        if text := [o.name for o, tree in zip(self._outputs, found.outputs) if any(is_text(x) for _, x in flat("", tree))]:
+            raise Unsupported(f"{self._source.name}: output {known(text)} is text, which an artifact does not hold")
+        if found.compiled is None:
             raise BindingError(f"{self._source.name} has nothing to save: its outputs are known without a run")
-        return found.save(path, weights=weights)
+        return found.compiled.save(path, weights=weights)
 
     # -- running
 
