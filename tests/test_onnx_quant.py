@@ -8,6 +8,7 @@ import pytest
 from onnx import TensorProto
 
 import rlx
+from rlx.errors import Unsupported
 from rlx.frontends.onnx import OnnxModel
 from rlx.frontends.onnx.narrow import rounded
 from tests.onnx_models import runtime
@@ -180,6 +181,24 @@ def test_a_dequantised_table_that_is_looked_up_and_multiplied_is_stored_once_in_
     np.testing.assert_allclose(net(at), table[at] @ table.T, rtol=1e-4, atol=1e-5)
     regions = net.executable({"x": at}).memory_plan().regions
     assert regions["params"] + regions["prepared"] + regions["constants"] < 96 * 64 * 0.6 + 64  # panels of 32 rows
+
+
+@pytest.mark.parametrize("op", ["DequantizeLinear", "MatMulNBits", "GatherBlockQuantized"])
+def test_a_wrong_number_of_scales_is_refused(op):
+    q, ms = RNG.integers(0, 256, (8, 2, 16)).astype(np.uint8), {"domain": "com.microsoft"}
+    consts = {"w": q, "s": np.full((8, 3), 0.5, np.float32)}
+    if op == "DequantizeLinear":
+        consts["w"] = q.reshape(8, 32).repeat(2, 1)
+        node = onnx.helper.make_node(op, ["w", "s"], ["d"], axis=1, block_size=32)
+        model = network([node, onnx.helper.make_node("MatMul", ["x", "d"], ["y"])], consts, [3, 8])
+    elif op == "MatMulNBits":
+        model = network([onnx.helper.make_node(op, ["x", "w", "s"], ["y"], K=64, N=8, block_size=32, **ms)], consts, [3, 64])
+    else:
+        consts["w"] = q.reshape(8, 32)
+        node = onnx.helper.make_node(op, ["w", "x", "s"], ["y"], block_size=32, quantize_axis=1, bits=4, **ms)
+        model = network([node], consts, [3], kind=TensorProto.INT64)
+    with pytest.raises(Unsupported, match=op):
+        rlx.from_onnx(model)
 
 
 @pytest.mark.parametrize("why", ["axis", "scales", "rounded"])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlx.frontends.onnx.call import Call
+from rlx.frontends.onnx.call import Call, Refused
 from rlx.frontends.onnx.ops.shape import padded
 from rlx.ir import functions, ops
 from rlx.ir.dtype import DType, f32, i8, i32, u8
@@ -36,8 +36,11 @@ class Quantity(NamedTuple):
 def spread(v: Value, x: Value, axis: int, block: int = 0) -> Value:
     """A scale or zero point with dims that broadcast to x: one for all, one per index of `axis`, or per `block` of them."""
     if block:
+        size, count = x.shape.static[axis], v.shape.static[axis]
+        if count != -(-size // block):
+            raise Refused(f"dim {axis} of {size} elements has {-(-size // block)} blocks of {block}, got scales of {count}")
         wide = functions.repeat(v, block, axis)
-        return wide if wide.dims[axis] == x.dims[axis] else wide[(slice(None),) * axis + (slice(0, x.shape.static[axis]),)]
+        return wide if wide.dims[axis] == size else wide[(slice(None),) * axis + (slice(0, size),)]
     if v.rank == 0 or v.dims == (1,):
         return v.reshape(())
     return v.reshape(tuple(-1 if i == axis else 1 for i in range(x.rank)))

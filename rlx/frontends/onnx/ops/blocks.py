@@ -180,7 +180,7 @@ def matmul_nbits(n: Call) -> Value:
     x, k, rows, block, bits = n.value(0), n.attr("K"), n.attr("N"), n.attr("block_size"), n.attr("bits", 4)
     if bits not in (2, 4, 8) or n.has(4):
         n.refuse(f"{bits} bits{', reordered by g_idx' if n.has(4) else ''}: 2, 4 or 8 bits in order are supported")
-    scales = n.known(2).reshape(rows, -1).astype(np.float32)
+    scales = n.known(2).reshape(rows, -(-k // block)).astype(np.float32)
     zeros = np.full(scales.shape, 1 << bits - 1, np.float32) if not n.has(3) else zeros_of(n.known(3), scales, bits)
     raw, level = n.value(1), n.attr("accuracy_level", 0)
     unpack = lambda: unpacked(n.known(1).reshape(rows, -1), bits)[:, :k]  # noqa: E731
@@ -210,8 +210,9 @@ def gather_block_quantized(n: Call) -> Value:
         n.refuse("rows are gathered along axis 0 of a table that is quantised along its last axis")
     if bits not in (2, 4, 8) or not (in_bytes or n.element_type(0) in (TensorProto.INT4, TensorProto.UINT4)):
         n.refuse(f"a table of {n.dtype(0)} in {bits} bits is not supported: integers of 2, 4 or 8 bits are")
-    table, scales, name = n.value(0), n.known(2).astype(np.float32), named(n, n.value(0), n.value(2))
     columns = n.sizes(0)[-1] * (8 // bits if in_bytes else 1)
+    scales = n.known(2).reshape(*n.sizes(0)[:-1], -(-columns // block)).astype(np.float32)
+    table, name = n.value(0), named(n, n.value(0), n.value(2))
     middle = 1 << bits - 1 if in_bytes or n.dtype(0) == i8 else 0  # that stands for 0
     ids = counted(n.value(1), n.sizes(0)[0])
 

@@ -46,12 +46,14 @@ def quantised_mixture(n: Call) -> Value:
     def product(x: Value, part: int, ends: Value) -> Value:
         raw, scales = n.value(2 + 3 * part), n.known(3 + 3 * part).astype(np.float32)
         (experts, rows, _), columns, bits = n.sizes(2 + 3 * part), x.shape.static[1], own[part]
+        own_block = max(block, 0) or columns
+        scales = scales.reshape(experts, rows, *([-(-columns // own_block)] if block > 0 else []))
         zeros = np.full(scales.shape, 1 << bits - 1, np.float32)
         zeros = blocks.zeros_of(n.known(11 + part), scales, bits) if n.has(11 + part) else zeros
         w = blocks.Weight(
             blocks.named(n, raw, n.value(3 + 3 * part)),
             lambda: blocks.unpacked(n.known(2 + 3 * part), bits).reshape(experts * rows, -1)[:, :columns],
-            scales.reshape(experts * rows, -1), zeros.reshape(experts * rows, -1), bits, columns, max(block, 0) or columns,
+            scales.reshape(experts * rows, -1), zeros.reshape(experts * rows, -1), bits, columns, own_block,
         )  # fmt: skip
         if not w.fits(rounded=level == 4):
             whole = blocks.decoded(raw, n.value(3 + 3 * part), w).reshape((experts, rows, columns))
