@@ -45,7 +45,7 @@ def skip_layer_norm(n: Call) -> Any:
 @handler("EmbedLayerNormalization", domain=MS)
 def embed_layer_norm(n: Call) -> Any:
     """The sum of embeddings of words, positions and segments, normalised; the number of tokens of each row; the sum."""
-    ids, (batch, length) = n.value(0), n.dims(0)
+    ids, (batch, length), _ = n.value(0), n.dims(0), n.attr("mask_index_type", 0)  # the type of a result that may be left out
     at = n.value(8) if n.has(8) else ops.broadcast_to(ops.iota(dims=(1, length), axis=1), dims=(batch, length))
     x = ops.gather(n.value(2), ids) + ops.gather(n.value(3), at)
     x = x + ops.gather(n.value(4), n.value(1)) if n.has(4) else x

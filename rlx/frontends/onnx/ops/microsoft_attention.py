@@ -125,9 +125,9 @@ def group_query_attention(n: Call) -> Any:
     q, k, v = (heads_first(n, x, count) for x, count in zip(parts, (heads, groups, groups)))
     eps = n.attr("qk_norm_epsilon", 1e-6)
     eps = n.attr("q_norm_epsilon", eps), n.attr("k_norm_epsilon", eps)
-    if n.has(14) and n.has(15):
+    if n.has(14) or n.has(15):
         q, k = (ops.rms_norm(x, n.value(i), eps=e) for x, i, e in zip((q, k), (14, 15), eps))
-    past = known_dim(n, 3, 2) if n.has(3) else 0
+    past = known_dim(n, 3, 2) if n.has(3) and n.has(4) else 0
     size = max(past, int(np.asarray(n.known(6)).reshape(-1)[0]))
     start = ops.maximum(n.value(5).astype(i64).reshape((-1,)) + (1 - rows), 0)  # a row shorter than its prompt starts at 0
     given, paired = [n.has(i) for i in (7, 8, 9)], bool(n.attr("rotary_interleaved", 0))
