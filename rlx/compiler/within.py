@@ -6,6 +6,7 @@ A group of pads and concats alone is then left with the numbers around these val
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
 
 from rlx.compiler.facts import Facts, Part
 from rlx.compiler.groups import Group
@@ -32,13 +33,22 @@ def within(groups: Sequence[Group], facts: Facts) -> list[Group]:
 class _Within:
     def __init__(self, groups: Sequence[Group], facts: Facts) -> None:
         self.groups, self.facts, self.places = groups, facts, facts.places
-        self.made = {v: g for g in groups for v in g.stores}  # value -> the group that stores it
         self.hosts: set[Value] = set()
-        self.readers: dict[Value, list[tuple[Group, Node]]] = {}  # base -> those that read it
-        for group in groups:
+
+    @cached_property
+    def made(self) -> dict[Value, Group]:
+        """The group that stores a value."""
+        return {v: g for g in self.groups for v in g.stores}
+
+    @cached_property
+    def readers(self) -> dict[Value, list[tuple[Group, Node]]]:
+        """Those that read a base."""
+        found: dict[Value, list[tuple[Group, Node]]] = {}
+        for group in self.groups:
             for node in _nodes(group):
                 for value in node.inputs:
-                    self.readers.setdefault(self.places.base(value), []).append((group, node))
+                    found.setdefault(self.places.base(value), []).append((group, node))
+        return found
 
     def run(self) -> list[Group]:
         return [made for group in self.groups for made in self.placed(group)]
@@ -75,8 +85,9 @@ class _Within:
     def fits(self, value: Value, group: Group, inner: Collection[Node], values: set[Value]) -> bool:
         """True if a value that `group` copies may be computed in place: it has a kernel, or `inner` nodes for one, that can store
         it anywhere and reads none of `values`, and all readers take it as it lies then."""
-        taken = self.places.fixed | self.hosts | self.places.hosts.keys() | self.places.orders.keys()
-        if self.places.base(value) is not value or value in taken:
+        places = self.places
+        taken = places.fixed, places.orders, places.hosts, self.hosts
+        if places.base(value) is not value or any(value in others for others in taken):
             return False
         if not inner:
             maker = self.made.get(value)
@@ -85,7 +96,7 @@ class _Within:
             anchor, inner = maker.anchor, [*_nodes(maker)]
             if anchor is not None and anchor.op.kind is not Kind.CONTRACT and not is_claimed_product(anchor, self.facts):
                 return False
-        alone = values.isdisjoint(self.places.base(v) for node in inner for v in node.inputs)
+        alone = values.isdisjoint(places.base(v) for node in inner for v in node.inputs)
         return alone and all(reader is group or _reads_anywhere(node) for reader, node in self.readers.get(value, ()))
 
 
