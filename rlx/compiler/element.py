@@ -113,6 +113,9 @@ class KernelBuilder(Lowering):
         """Write one element; for a tiled layout `coords` is the memory location."""
         tiles = self.places.tiles.get(value)
         layout, dims = (Layout(tiles.strides), tiles.dims) if tiles else (self.places.locate(value)[1], value.shape.static)
+        if value in self.places.finer:
+            parts = self.places.finer[value]
+            coords, dims = [c for at, own in zip(coords, parts) for c in split(at, own)], tuple(d for own in parts for d in own)
         return K.Store(self.buffer(value, writable=True), index(layout, dims, coords), what, guard)
 
     def native(self, node: Node) -> K.Native:

@@ -8,7 +8,7 @@ one. Buffers are row-major unless another order of the same dims makes a later r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.layout import Layout, TiledLayout
@@ -24,6 +24,7 @@ class Places:
         self.computed: set[Node] = set()
         self.orders: dict[Value, tuple[int, ...]] = {}  # base -> strides, where not row-major
         self.hosts: dict[Value, tuple[Value, Layout]] = {}  # base -> the base in whose buffer it lies, and where in it
+        self.finer: dict[Value, tuple[Sequence[int], ...]] = {}  # of those, only stored: dims that an axis has there, if several
         exchanged = [n for n in self.nodes if n.op.kind in (Kind.COLLECTIVE, Kind.CONTROL)]  # need row-major memory
         observed = [v for n in self.nodes if n.op.observed for v in n.results]  # read by the runtime
         self.fixed = _under_views([*graph.roots(), *observed, *(v for n in exchanged for v in (*n.inputs, *n.results))])
@@ -134,6 +135,10 @@ class Places:
             del self.hosts[base]
             self._forget(base)
         return False
+
+    def put_finer(self, host: Value, base: Value, dims: tuple[Sequence[int], ...], layout: Layout) -> None:
+        """Put a base that nothing reads into the buffer of `host`. `layout`: of the `dims` into which each axis is divided."""
+        self.hosts[base], self.finer[base], self._memo[base] = (host, layout), dims, (base, layout)
 
     def _forget(self, base: Value) -> None:
         """Invalidates the layouts of the base and its views."""

@@ -16,9 +16,10 @@ from rlx.ir.layout import Layout
 from rlx.ir.op import OPS, Kind
 from rlx.ir.ops.index import PadAttrs
 from rlx.ir.ops.rules import axis_of, held
+from rlx.ir.ops.view import regroup
 from rlx.ir.shape import contiguous_strides
 
-PAD, CONCAT = OPS["pad"], OPS["concat"]
+PAD, CONCAT, TRANSPOSE, RESHAPE = (OPS[name] for name in ("pad", "concat", "transpose", "reshape"))
 Dims = tuple[int, ...]
 
 
@@ -73,14 +74,49 @@ class _Within:
             return [group]
         self.hosts.add(whole)
         fills = [p for p in parts if not isinstance(p.source, Value)]
+        layouts = {v: put[v] for v in inner}
+        inner = {v: nodes for v, nodes in inner.items() if not self.stored_apart(v, group, layouts[v], {*values})}
         split = [Group(v.shape.static, False, None, dict.fromkeys(nodes, "full"), {*nodes} - {v.node}, stores={v: None})
                  for v, nodes in inner.items()]  # fmt: skip
-        for node in {n for nodes in inner.values() for n in nodes}:
+        for node in {n for v in layouts for n in _inside(group, v)}:
             del group.forms[node]
             group.absorbed.discard(node)
         if fills:
             self.facts.fills[whole] = fills
         return [*split, *([group] if fills else ())]
+
+    def stored_apart(self, value: Value, group: Group, layout: Layout, values: set[Value]) -> bool:
+        """True if `value`, a reshape of a transpose of a reshape of a product, as of phases of a transposed convolution, needs no
+        kernel: the product is stored there, with an axis in parts."""
+        chain, places = [value.node], self.places
+        for op in (TRANSPOSE, RESHAPE):
+            chain.append(chain[-1].inputs[0].node)
+            if chain[-1].op is not op:
+                return False
+        (last, turned, first), dims = chain, value.shape.static
+        (made,), fine, moved = first.inputs, first.shapes[0].static, turned.shapes[0].static
+        maker = self.made.get(made)
+        readers = [node for _, node in self.readers.get(made, ())]
+        if last.op is not RESHAPE or maker is None or maker.anchor is None or readers != [last] or places.base(made) is not made:
+            return False
+        if not self.fits(made, group, (), values | {value}):
+            return False
+        merged, split = regroup(moved, dims), regroup(made.shape.static, fine)
+        if any(len(right) != 1 for _, right in merged) or any(len(left) != 1 for left, _ in split):
+            return False
+        if fine[-1] * value.dtype.itemsize % self.facts.target.line_bytes:
+            return False  # vectors of the product's columns would be torn
+        axes, strides = turned.attrs.axes, [0] * len(fine)  # type: ignore[union-attr]
+        for left, (axis,) in merged:
+            stride = layout.strides[axis]
+            for a in reversed(left):
+                strides[axes[a]], stride = stride, stride * moved[a]
+        parts = {left[0]: right for left, right in split}
+        inside = [parts.get(axis, ()) for axis in range(made.rank)]
+        order = [a for own in inside for a in own or (-1,)]
+        finer = Layout(tuple(strides[a] if a >= 0 else 0 for a in order), layout.offset)
+        places.put_finer(places.hosts[value][0], made, tuple(tuple(fine[a] for a in own) or (1,) for own in inside), finer)
+        return True
 
     def fits(self, value: Value, group: Group, inner: Collection[Node], values: set[Value]) -> bool:
         """True if a value that `group` copies may be computed in place: it has a kernel, or `inner` nodes for one, that can store

@@ -12,8 +12,26 @@ from rlx.backends.cpu.kernels.tile import lane_mask
 from rlx.backends.cpu.kernels.tiles import Plan, kept_locals
 from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope, expr, limit_of
+from rlx.backends.shared.nest import substitute
 from rlx.host.emit import Emitter, V, stored, vector
-from rlx.ir.kernel import Buffer, Computed, Contract, Expr, Kernel, Load, Local, Loop, Operand, Stmt, Store, Var, coefficient, k
+from rlx.ir.kernel import (
+    Alu,
+    Buffer,
+    Computed,
+    Const,
+    Contract,
+    Expr,
+    Kernel,
+    Load,
+    Local,
+    Loop,
+    Operand,
+    Stmt,
+    Store,
+    Var,
+    coefficient,
+    k,
+)
 from rlx.ir.kernel import walk as parts_of
 from rlx.ir.target import Target
 
@@ -219,12 +237,14 @@ def emit_epilogue(
     """The statements for `columns` elements of a row, from j0 on, in vectors; the last one may be masked. `element`: the vector
     from a column (relative to j0) on."""
     e, whole, tail = scope.e, columns - columns % lanes, columns % lanes
+    stmts, runs = _in_runs(stmts, j, lanes)
 
     def vectors(column: V, valid: int) -> None:
         value = element(column)
         mask = lane_mask(lanes, valid) if valid else None
         base = e.bin("add", j0, column)
-        emit_statements(stmts, scope.child({acc: value}, vector=j, base=base, lanes=lanes, mask=mask))
+        known = {acc: value, **{run: e.bin("udiv", base, n) for n, run in runs.items()}}
+        emit_statements(stmts, scope.child(known, vector=j, base=base, lanes=lanes, mask=mask))
 
     if unroll:
         for column in range(0, whole, lanes):
@@ -234,6 +254,17 @@ def emit_epilogue(
             vectors(at.index, 0)
     if tail:
         vectors(e.i64(whole), tail)
+
+
+def _in_runs(stmts: tuple[Stmt, ...], j: Var, lanes: int) -> tuple[tuple[Stmt, ...], dict[int, Var]]:
+    """The statements with a variable for j div n, by n, where n is whole vectors: it is one number for each of them."""
+    runs, memo = dict[int, Var](), dict[int, Expr]()
+    for x in parts_of(stmts):
+        if isinstance(x, Alu) and x.op in ("div", "rem") and x.args[0] is j and isinstance(n := x.args[1], Const):
+            if int(n.value) % lanes == 0:
+                run = runs.setdefault(int(n.value), Var("run"))
+                memo[id(x)] = run if x.op == "div" else k.sub(j, k.mul(run, int(n.value)))
+    return (substitute(stmts, {}, memo) if memo else stmts), runs
 
 
 def _far(c: Contract, plan: Plan) -> dict[Buffer | Local, int]:
