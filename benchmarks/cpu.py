@@ -47,7 +47,8 @@ def parts(threads: list[int], rounds: int) -> dict[str, list[list[str]]]:
         "experts": [["moe.py", "--threads", str(min(2, threads[-1])), *some]],
         "attention": [["attention.py", "--threads", *ends, *some]],
         "chains": [["chains.py", "--threads", *ends, *some]],
-        "start": [["startup.py", "--rounds", str(rounds)]],
+        "start": [["startup.py", *some]],
+        "start-onnx": [["startup.py", "--model", "resnet50", *some]],
     }
 
 

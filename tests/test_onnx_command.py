@@ -122,6 +122,9 @@ def test_every_output_has_a_file_of_its_own_and_bf16_reads_back(tmp_path, capsys
 def test_options_that_a_model_does_not_have_are_refused(file, tmp_path, capsys):
     saved = "save", file, tmp_path / "net.rlx", "--dim", "n=2"
     assert "--capacity: the sizes of" in says(capsys, *saved, "--capacity", 9, fails=True)
+    for command in ("bench", "verify", "explain"):
+        said = says(capsys, command, file, "--dim", "n=2", "--batch", 8, "--length", 9, fails=True)
+        assert "--batch, --length: the sizes of" in said and "are given by --dim" in said
     assert "no input has a dim of this name" in says(capsys, "inspect", file, "--dim", "m=2", fails=True)
     assert "w" in says(capsys, "inspect", file, "--params").partition("tensors")[2]
     assert "which has no tokenizer: `rlx run`" in says(capsys, "generate", file, "hello", fails=True)

@@ -70,7 +70,7 @@ def bench(
 
         rlx bench model.q4_k.gguf --length 512 --threads 4 --json
     """
-    from rlx.cli.run import arrays, holds_graphs, open_onnx, stored
+    from rlx.cli.run import arrays, holds_graphs, open_onnx, sized_by_dims, stored
     from rlx.frontends.embedding import EmbeddingModel
     from rlx.frontends.load import load
     from rlx.runtime import CompileOptions, Session
@@ -80,6 +80,7 @@ def bench(
         session = Session(device, progress=bars.step)
         options = CompileOptions(threads=threads, tune=tune)
         if model.suffix == ".onnx":
+            sized_by_dims(model, {"--batch": batch != 1, "--length": length != 128, "--new-tokens": new_tokens != 64})
             net, inputs = open_onnx(model, bars, given, dim, True, device, threads, tune)
             loaded = time.perf_counter() - begun
             prepared = _graph(net.executable(inputs), inputs)

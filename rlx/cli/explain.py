@@ -55,7 +55,7 @@ def explain(
     for path in (output, report, trace):
         o.check_writable(path)
     from rlx.cli.generate import open_model
-    from rlx.cli.run import open_onnx
+    from rlx.cli.run import open_onnx, sized_by_dims
     from rlx.errors import Unsupported
     from rlx.explain.profile import timed, write_trace
     from rlx.frontends.embedding import default_folder, is_encoder, load
@@ -69,6 +69,8 @@ def explain(
         raise Unsupported(f"{place} is an artifact, which has programs and no graph: explain the model that it was saved from")
     with Bars() as bars:
         if place.suffix == ".onnx":
+            given_for_text = {"--batch": batch != 1, "--length": length != 128, "--tokens": tokens != 1}
+            sized_by_dims(place, given_for_text | {"--context": context is not None, "--capacity": capacity is not None})
             found, profile = of_onnx(*open_onnx(place, bars, given, dim, True, device, threads, tune))
         elif is_encoder(place):
             session = Session(device, progress=bars.step)

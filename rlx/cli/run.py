@@ -163,6 +163,12 @@ def open_onnx(
     return net, arrays(declared(net, given), given, dim, random, seed)
 
 
+def sized_by_dims(path: Path, given: Mapping[str, bool]) -> None:
+    """OptionError: an option was given that is for models of text."""
+    if wrong := [option for option, is_given in given.items() if is_given]:
+        raise OptionError(f"{', '.join(wrong)}: the sizes of {path} are given by --dim")
+
+
 def declared(net: OnnxModel, given: list[str] | None = None) -> dict[str, Shape | None]:
     """The inputs that a run needs: those that are not optional, or that are given."""
     files = {text.partition("=")[0] for text in given or ()}

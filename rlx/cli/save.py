@@ -52,10 +52,9 @@ def save(
     shapes = [_shape(text) for text in shape] if shape else None
     with Bars() as bars:
         if place.suffix == ".onnx":
-            if shapes or capacity is not None:
-                raise OptionError(f"{'--shape' if shapes else '--capacity'}: the sizes of {place} are given by --dim")
-            from rlx.cli.run import open_onnx
+            from rlx.cli.run import open_onnx, sized_by_dims
 
+            sized_by_dims(place, {"--shape": bool(shapes), "--capacity": capacity is not None})
             net, inputs = open_onnx(place, bars, given, dim, True, device, threads, tune)
             nbytes = net.save(file, inputs, weights)
         elif is_encoder(place):

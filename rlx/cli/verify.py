@@ -51,6 +51,7 @@ def verify(
     """
     import numpy as np
 
+    from rlx.cli.run import sized_by_dims
     from rlx.frontends.hub import model_path
     from rlx.runtime import CompileOptions, Session
     from rlx.runtime.artifact import begins_with
@@ -62,6 +63,7 @@ def verify(
         session, options = Session(device, threads, progress=bars.step), CompileOptions()
         cases = _cases(path, session, options, batch, length, text, np.random.default_rng(seed))
         if path.suffix == ".onnx":
+            sized_by_dims(path, {"--batch": batch != 2, "--length": length != 16, "--text": text is not None})
             cases = _onnx(path, bars, given, dim, device, threads, seed)
         for case in cases:
             found = verify(
