@@ -22,7 +22,7 @@ from kernel_runs import TARGETS, TRIPLE
 import rlx
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.backend import with_natives
-from rlx.backends.cpu.kernels import contract, matrix
+from rlx.backends.cpu.kernels import amx, contract, matrix
 from rlx.backends.cpu.target import target_for
 from rlx.backends.ref.interpret import run_kernel
 from rlx.compiler import lower
@@ -166,7 +166,7 @@ def test_emulated(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(7, 40, 64), (20, 40, 65), (20, 40, 48), (20, 40, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(7, 40, 64), (20, 40, 65), (20, 40, 76), (20, 40, 0)], ids=str)
 def test_few_rows_and_odd_depths_go_without(emulator: Emulator, shape: tuple[int, int, int], kind: str) -> None:
     target = with_amx()
     panel, group = target.panel(kind)
@@ -202,7 +202,21 @@ def test_windows_are_read_where_they_lie(emulator: Emulator, shape: tuple[int, .
     target = with_amx()
     kernel = windows.convolution(windows.Shape(*shape), target, KINDS[kind])
     made = windows.plan_of(kernel, target)
-    assert made.matrix and not made.stage_a and made.segment == shape[2]
+    assert made.matrix == amx.SIDE and not made.stage_a and made.segment == shape[2]
+    plain.check_product(kernel, target)
+    assert not emulator.faults, emulator.faults[:3]
+    assert emulator.products and emulator.released == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("shape", "step"), [((1, 2, 17, 24, 40, 3, 1), 12), ((2, 3, 14, 16, 33, 3, 3, 2), 12), ((1, 9, 30, 40, 24, 1, 1), 10)]
+)
+def test_steps_are_as_long_as_divides_the_depth(emulator: Emulator, shape: tuple[int, ...], step: int, kind: str) -> None:
+    """From half of what an instruction sums on: also runs of elements of windows are whole steps."""
+    target, channels = with_amx(), shape[3] * (2 if kind == "u8 i8" else 1)
+    kernel = windows.convolution(windows.Shape(*shape[:3], channels, *shape[4:]), target, KINDS[kind])
+    assert windows.plan_of(kernel, target).matrix == step
     plain.check_product(kernel, target)
     assert not emulator.faults, emulator.faults[:3]
     assert emulator.products and emulator.released == 1

@@ -21,17 +21,24 @@ L1 = 48 << 10  # bytes; every processor with AMX so far has this L1 cache of dat
 SUMS, A, B = ((0, 1), (2, 3)), (4, 5), (6, 7)  # registers
 
 
-def usable(features: tuple[str, ...], group: int, depth: int) -> bool:
-    """Whether AMX can multiply groups of this size over this depth on a target with these features."""
+def step_of(features: tuple[str, ...], group: int, depth: int) -> int:
+    """Groups of this size that an instruction sums on a target with these features, at least half of what it could: the depth is
+    whole steps. 0: there is no such step, or no AMX."""
     has = group in FEATURES and {"amx-tile", FEATURES[group][0]} <= set(features)
-    return has and depth > 0 and depth % (SIDE * group) == 0
+    whole = has and depth > 0 and depth % group == 0
+    return next((n for n in range(SIDE, SIDE // 2 - 1, -1) if whole and depth // group % n == 0), 0)
 
 
-def configure(e: Emitter, at: V, rows: int) -> None:
-    """Load the tile configuration for tiles of `rows` rows; `at`: CONFIG_BYTES of scratch memory."""
+def usable(features: tuple[str, ...], group: int, depth: int) -> bool:
+    """Whether AMX can multiply groups of this size over this depth in full steps on a target with these features."""
+    return step_of(features, group, depth) == SIDE
+
+
+def configure(e: Emitter, at: V, rows: int, step: int = SIDE) -> None:
+    """Load the tile configuration for tiles of `rows` rows and this step; `at`: CONFIG_BYTES of scratch memory."""
     upper, lower = min(rows, SIDE), max(rows - SIDE, 0)
-    heights = [upper, upper, lower, lower, upper, lower, SIDE, SIDE]  # rows of each register, in order; 0: not used
-    widths = [4 * SIDE if height else 0 for height in heights]
+    heights = [upper, upper, lower, lower, upper, lower, step, step]  # rows of each register, in order; 0: not used
+    widths = [4 * (step if n in A else SIDE) if height else 0 for n, height in enumerate(heights)]
     table = bytes([1, *[0] * 15]) + b"".join(w.to_bytes(2, "little") for w in widths) + bytes(16) + bytes(heights) + bytes(8)
     for place in range(0, CONFIG_BYTES, 8):
         e.store(e.i64(int.from_bytes(table[place : place + 8], "little")), e.gep(at, place), 8)
@@ -45,10 +52,10 @@ def release(e: Emitter) -> None:
 def blocks_function(
     e: Emitter, a: V, b: V, sums: V, k: int | V, kept: V | None = None, ahead: V | None = None, *,
     rows: int, vectors: int, group: int, from_a: Layout, from_b: Layout, step_a: int = 0, pitch: int = 0, share: int = 0,
-    streamed: str = "", beside: Callable[[V], None] | None = None, first: V | None = None,
+    streamed: str = "", beside: Callable[[V], None] | None = None, first: V | None = None, step: int = SIDE,
 ) -> None:  # fmt: skip
-    """sums[rows][vectors * SIDE] = a[rows, k] @ b[k, vectors * SIDE], k counted in groups, a multiple of SIDE. `kept`: whether
-    the previous sums are added (None: never). The unit is configured for this height. `step_a`: bytes from SIDE groups of a
+    """sums[rows][vectors * SIDE] = a[rows, k] @ b[k, vectors * SIDE], k counted in groups, a multiple of `step`. `kept`: whether
+    the previous sums are added (None: never). The unit is configured for this height and step. `step_a`: bytes from a step of a
     to the next, if they are not in a row. `pitch`: distance of rows of sums, if it is not their length. `ahead`: where `share`
     bytes per step are prefetched from. `streamed`: "a" or "b", which need not stay in the L1 cache. `beside`: emits
     other work of the step at an index, done while the unit multiplies. `first`: the column of a at which k begins, if a's columns
@@ -64,10 +71,10 @@ def blocks_function(
                 do(e, "tileloadd64", tile, place, e.i64(4 * pitch))
     fetched = [ahead] if ahead else []
     loads = ["tileloaddt164" if streamed == x else "tileloadd64" for x in "ab"]
-    with e.loop(0, k, SIDE, carried=[a, b, *fetched]) as loop:
+    with e.loop(0, k, step, carried=[a, b, *fetched]) as loop:
         at_a, at_b, *now = loop.carried
-        after = at_a if first else e.gep(at_a, step_a or from_a.byte(0, SIDE))
-        loop.next = [after, from_b.at(e, at_b, SIDE), *prefetch(e, now, share)]
+        after = at_a if first else e.gep(at_a, step_a or from_a.byte(0, step))
+        loop.next = [after, from_b.at(e, at_b, step), *prefetch(e, now, share)]
         at_a = from_a.at(e, at_a, 0, e.bin("add", first, loop.index)) if first else at_a
         for i in above:
             do(e, loads[0], A[i], from_a.at(e, at_a, SIDE * i), strides[0])

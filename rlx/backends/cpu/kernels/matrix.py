@@ -60,11 +60,12 @@ class MatrixUnit:
     def __init__(self, product: Product, from_a: Layout, line: Layout, groups: Layout, from_b: Layout) -> None:
         self.product, self.c, self.plan = product, product.c, (p := product.plan)
         self.from_a, self.line, self.groups, self.from_b = from_a, line, groups, from_b
-        self.steps = self.c.k // (amx.SIDE * p.group)
+        self.step = p.matrix
+        self.steps = self.c.k // (self.step * p.group)
         self.tiles = max(1, -(-p.row_tiles // max(1, p.blocks)))  # of a block, at most
         self.parts = -(-self.steps // MATRIX_DEPTH)
         self.depth = -(-self.steps // self.parts)  # steps of a part
-        self.step_bytes = LINE * p.rows if p.tiled else LINE  # from a step of a to the next
+        self.step_bytes = LINE * p.rows if p.tiled else 4 * self.step  # from a step of a to the next
         if p.tiled:
             self.groups = Layout(groups.dtype, amx.SIDE)
         self.beside = weight(self.c.epilogue) >= HEAVY
@@ -84,7 +85,7 @@ class MatrixUnit:
         return self.steps * self.step_bytes
 
     def begin(self, e: Emitter) -> None:
-        amx.configure(e, e.gep(SCRATCH, self.config_at), self.plan.rows)
+        amx.configure(e, e.gep(SCRATCH, self.config_at), self.plan.rows, self.step)
         self._nothing_pending(e)
 
     def _nothing_pending(self, e: Emitter) -> None:
@@ -128,9 +129,9 @@ class MatrixUnit:
         self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], i0: V, panel: V, vectors: int, tail: int
     ) -> None:
         """One panel: see Product._sweep."""
-        product, p, panel_bytes = self.product, self.plan, self.from_b.byte(amx.SIDE * self.steps, 0)
+        product, p, panel_bytes = self.product, self.plan, self.from_b.byte(self.step * self.steps, 0)
         b = step(e, b, panel, panel_bytes)
-        share = amx.SIDE * -(-self.from_b.byte(1, 0) // self.tiles) if p.ahead and not product.cut else 0
+        share = self.step * -(-self.from_b.byte(1, 0) // self.tiles) if p.ahead and not product.cut else 0
         with e.loop(0, self.steps, self.depth) as part, e.loop(*tiles) as at:
             done, tile = part.index, e.bin("sub", at.index, tiles[0])
             count = e.intrinsic("smin", e.bin("sub", e.i64(self.steps), done), e.i64(self.depth))
@@ -139,11 +140,11 @@ class MatrixUnit:
             row = product.first_row(e, at.index)
             first = self._start(e, at.index, row)
             start = step(e, a, tile, self.tile_bytes) if p.tiled else self.groups.at(e, a, first)
-            at_b = self.from_b.at(e, b, e.bin("mul", done, e.i64(amx.SIDE)))
-            depth = e.bin("mul", count, e.i64(amx.SIDE))
+            at_b = self.from_b.at(e, b, e.bin("mul", done, e.i64(self.step)))
+            depth = e.bin("mul", count, e.i64(self.step))
             places = [start if self.levels else step(e, start, done, self.step_bytes), at_b, sums, depth, kept]
             if self.levels:
-                places.append(e.bin("mul", done, e.i64(amx.SIDE)))
+                places.append(e.bin("mul", done, e.i64(self.step)))
             if share:  # each tile of a panel prefetches its share of the next
                 before = e.bin("add", e.bin("mul", done, e.i64(self.tiles)), e.bin("mul", tile, count))
                 places.append(step(e, e.gep(b, panel_bytes), before, share))
@@ -199,11 +200,11 @@ class MatrixUnit:
         def body(e: Emitter, *values: V) -> None:
             (a, b, sums, k, kept, *ahead), waiting = values[: len(places)], Pending(*values[len(places) : len(places) + 4])
             first = ahead.pop(0) if self.levels else None
-            steps, own = e.bin("udiv", k, e.i64(amx.SIDE)), values[len(places) + 4 :]
+            steps, own = e.bin("udiv", k, e.i64(self.step)), values[len(places) + 4 :]
             each = e.bin("udiv", e.bin("sub", e.bin("add", waiting.count, steps), 1), steps)
 
             def beside(at: V) -> None:
-                low = e.bin("mul", e.bin("udiv", at, e.i64(amx.SIDE)), each)
+                low = e.bin("mul", e.bin("udiv", at, e.i64(self.step)), each)
                 rows = e.intrinsic("smin", each, e.bin("sub", waiting.count, low))
                 with e.when(e.cmp("sgt", rows, e.i64(0))):
                     self._epilogue(e, waiting, low, rows, own, vectors, tail)
@@ -211,7 +212,7 @@ class MatrixUnit:
             amx.blocks_function(
                 e, a, b, sums, k, kept if self.parts > 1 else None, *ahead, rows=height, vectors=vectors, group=self.plan.group,
                 from_a=self.groups, from_b=self.from_b, step_a=self.step_bytes, share=share, streamed=self.streamed,
-                beside=beside if self.beside else None, first=first,
+                beside=beside if self.beside else None, first=first, step=self.step,
             )  # fmt: skip
 
         self.product.call(e, f"blocks_{height}x{vectors}_{tail}", body, *places, *pending.values, *outside)

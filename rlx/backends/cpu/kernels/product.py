@@ -220,7 +220,7 @@ class Product(Module):
             def summed(column: V) -> V:
                 return e.load(vector(stored(self.acc), lanes), step(e, line, column, size), size)
 
-            columns, few = (vectors - (tail > 0)) * lanes + tail, self.plan.matrix  # two vectors at most
+            columns, few = (vectors - (tail > 0)) * lanes + tail, self.plan.matrix > 0  # two vectors at most
             emit_epilogue(c.epilogue, at_row, c.acc, c.j, summed, columns, lanes, j0, unroll=few)
 
     def _at_row(self, e: Emitter, scope: Scope, i0: V, row: V) -> Scope:

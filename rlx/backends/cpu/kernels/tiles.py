@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import pairwise
-from math import prod
+from math import gcd, prod
 
 from rlx.backends.cpu.dots import SUMS as SUM_DTYPES
 from rlx.backends.cpu.dots import Dot, dot_of
@@ -55,11 +55,11 @@ class Plan:
     `stage_a`, `stage_b`: the operand is copied to scratch first, in the accumulator's dtype or, for groups, unconverted.
     `stage_b` names the method: "rows" and "columns" follow b's unit stride, "any" has none, "computed" evaluates b there, ""
     reads it in place. Narrow floats are widened in the tile, which measured faster than a widened copy. `matrix`: tiles run on
-    the matrix unit (amx.py). `ahead`: each tile of a panel prefetches its share of the next panel. `depth`: steps of k that all
-    tiles of a panel take before any takes the next ones, so that this part of the panel stays in a cache; 0: all. `tiled`: a is
-    staged as tiles of the matrix unit. `segment`: rows that are one stride apart, if not all are; no tile reaches into the next
-    segment. Each has `in_segment` tiles, of which the first `tall` are the high ones. `rows_ahead`: each
-    tile prefetches the rows of the next one.
+    the matrix unit (amx.py), in steps of so many groups; 0: none do. `ahead`: each tile of a panel prefetches its share of the
+    next panel. `depth`: steps of k that all tiles of a panel take before any takes the next ones, so that this part of the panel
+    stays in a cache; 0: all. `tiled`: a is staged as tiles of the matrix unit. `segment`: rows that are one stride apart, if not
+    all are; no tile reaches into the next segment. Each has `in_segment` tiles, of which the first `tall` are the high ones.
+    `rows_ahead`: each tile prefetches the rows of the next one.
     """
 
     lanes: int
@@ -76,7 +76,7 @@ class Plan:
     stage_a: bool
     stage_b: str
     registers: int
-    matrix: bool
+    matrix: int
     ahead: bool
     depth: int = 0
     tiled: bool = False
@@ -119,7 +119,7 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     while panel % lanes:
         lanes //= 2
     vectors = panel // lanes or tiling.get("vectors", _panel_vectors(c, registers))
-    matrix = c.m >= MATRIX_ROWS and c.count is None and amx.usable(target.features, group, c.k)
+    matrix = _step(c, group, target) if c.m >= MATRIX_ROWS and c.count is None else 0
     summed = 2 * vectors if (dot := dot_in(c, target)) and dot.signed else 0  # registers of b's own sums, and of constants
     highest = tiling.get("rows", _highest(vectors, registers - summed, matrix))
     if c.count is not None:
@@ -149,7 +149,7 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     stage_b = _stage_b(c.b, c, tiles)
     cached = tiles * rows * c.k * c.a.dtype.itemsize <= amx.L1  # such a block is read from there, in any layout
     windows = isinstance(c.a, Operand) and c.a.col_levels  # read again and again from caches that do not hold copies of them
-    tiled = matrix and (stage_a or (groups == 1 and panels >= TILED_PANELS and not cached and not windows))
+    tiled = matrix == amx.SIDE and (stage_a or (groups == 1 and panels >= TILED_PANELS and not cached and not windows))
     depth = _depth(c, group, vectors * lanes, matrix, stage_a, target)
     ahead = tiling.get("ahead", tiles > 1 if matrix else _fetches_ahead(c, rows, tiles))  # one tile of the matrix unit is quick
     return Plan(
@@ -165,9 +165,9 @@ def _ragged(
     """The tiling of a contraction whose grid points have a number of rows of their own: a task has some of the panels of some
     points; the rows of a point are cut at run time, into blocks of at most `block_rows` and tiles of `rows` or fewer."""
     _, group = panel_of(c.b)
-    matrix = c.m > MATRIX_ROWS and amx.usable(target.features, group, c.k)
+    matrix = amx.SIDE if c.m > MATRIX_ROWS and amx.usable(target.features, group, c.k) else 0
     rows = 2 * amx.SIDE if matrix else max(1, min(highest, c.m))
-    stage_a = _stage_a(c, group, matrix) or matrix  # the matrix unit reads whole blocks, with rows that a group does not have
+    stage_a = _stage_a(c, group, matrix) or matrix > 0  # the matrix unit reads whole blocks, with rows that a group does not have
     row_bytes = c.k * (c.a if group > 1 else c.acc).dtype.itemsize if stage_a else 0
     row_bytes += sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
     fit = min(c.m, BLOCK_ROWS, max(1, SCRATCH // row_bytes) if row_bytes else BLOCK_ROWS)
@@ -177,7 +177,7 @@ def _ragged(
     return Plan(
         lanes, vectors, rows, row_tiles, row_tiles, panels, batch, batch_groups, 1, groups, group, stage_a,
         _stage_b(c.b, c, -(-c.m // max(1, batch * rows))), registers, matrix, _fetches_ahead(c, rows, 1),
-        _depth(c, group, vectors * lanes, matrix, stage_a, target), tiled=matrix,
+        _depth(c, group, vectors * lanes, matrix, stage_a, target), tiled=matrix > 0,
     )  # fmt: skip
 
 
@@ -248,7 +248,7 @@ def _order(c: Contract, p: Plan) -> set[tuple[int, int]]:
     return {(steps, p.depth if steps > 1 else 0) for steps in unrolled}
 
 
-def _highest(vectors: int, registers: int, matrix: bool) -> int:
+def _highest(vectors: int, registers: int, matrix: int) -> int:
     return 2 * amx.SIDE if matrix else max(1, min(MAX_ROWS, (registers - 1 - vectors) // vectors))
 
 
@@ -284,18 +284,27 @@ def kept_locals(kernel: Kernel, c: Contract) -> tuple[Local, ...]:
     return tuple(x for x in kernel.locals if x.per_row and x in used)
 
 
-def _stage_a(c: Contract, group: int, matrix: bool) -> bool:
+def _stage_a(c: Contract, group: int, matrix: int) -> bool:
     a = c.a
     if isinstance(a, Computed) or (group == 1 and a.dtype != c.acc.dtype):
         return True
     if 0 < _segment(c) < (MATRIX_ROWS if matrix else LOW_ROWS):
         return True  # rows of a tile are one stride apart, and so few share too little of b
-    if matrix and (a.col_levels[0][0] % (amx.SIDE * group) if a.col_levels else a.row_levels and c.n >= TILED_COLUMNS):
+    if matrix and (a.col_levels[0][0] % (matrix * group) if a.col_levels else a.row_levels and c.n >= TILED_COLUMNS):
         return True  # the unit reads whole steps; for many panels, rows that are not windows are better adjacent
     if group == 1:
         return False
     runs = [n for n, _ in a.col_levels[:1]] + [s for _, s in a.row_levels + a.col_levels]
     return not (a.col_stride == 1 and (a.row_stride % group == 0 or c.m == 1) and not any(n % group for n in (c.k, *runs)))
+
+
+def _step(c: Contract, group: int, target: Target) -> int:
+    """Groups of a step of the matrix unit, 0: it cannot be used. Only full steps are copied or computed."""
+    runs = [n for n, _ in c.a.col_levels[:1]] if isinstance(c.a, Operand) else []
+    step = amx.step_of(target.features, group, gcd(c.k, *runs))
+    if step == amx.SIDE or (step and not _stage_a(c, group, step)):
+        return step
+    return amx.SIDE if amx.usable(target.features, group, c.k) else 0
 
 
 def _segment(c: Contract) -> int:
@@ -331,7 +340,7 @@ def _fetches_rows(c: Contract, group: int, panels: int, depth: int, staged: bool
     return adjoin and c.m * a.row_stride * a.dtype.itemsize >= FAR_ROWS
 
 
-def _depth(c: Contract, group: int, columns: int, matrix: bool, stage_a: bool, target: Target) -> int:
+def _depth(c: Contract, group: int, columns: int, matrix: int, stage_a: bool, target: Target) -> int:
     """Steps of k (of `group` elements) in a part of a panel: parts of one size if possible. 0, all, if they are fewer
     than three parts, or if one row tile reads the panel, once. Columns of a that lie in levels and are read in place: a part is
     whole runs of the innermost one, or a run is whole parts."""
