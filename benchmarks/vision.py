@@ -4,7 +4,7 @@
 
 Shapes are batch × height (and width). Engines run and alternate as in benchmarks/encoder.py, and every result is compared with
 rlx's; torch runs the network itself. The limit is the time of the network's multiply-adds, counted by torch. int8 is as in
-benchmarks/encoder.py, with convolutions.
+benchmarks/encoder.py, with convolutions; rlx also runs the Q/DQ model of the peers.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ class Task:
         return onnx.load(path)
 
 
-def run_rlx(task: Task) -> Run:
+def run_rlx(task: Task, given: bool = False) -> Run:
     import rlx
 
-    graph = rlx.from_onnx(task.exported)
-    compiled = rlx.Session().compile(graph, rlx.CompileOptions(threads=task.threads, precision=task.precision))
+    graph, precision = rlx.from_onnx(task.given if given else task.exported), "f32" if given else task.precision
+    compiled = rlx.Session().compile(graph, rlx.CompileOptions(threads=task.threads, precision=precision))
     inputs = [compiled.input_view("image")]
     inputs[0][...] = task.image
 
@@ -138,11 +138,15 @@ def run_torch(task: Task) -> Run:
 
 RUNNERS: dict[str, Callable[[Task], Run]] = {
     "rlx": run_rlx,
+    "rlx, Q/DQ": lambda task: run_rlx(task, given=True),
     "ONNX Runtime": run_onnx,
     "OpenVINO": run_openvino,
     "torch": run_torch,
 }
-ENGINES = {"f32": tuple(RUNNERS), "bf16": ("rlx", "OpenVINO", "torch"), "int8": ("rlx", "ONNX Runtime", "OpenVINO")}
+ENGINES = {
+    "f32": ("rlx", "ONNX Runtime", "OpenVINO", "torch"), "bf16": ("rlx", "OpenVINO", "torch"),
+    "int8": ("rlx", "rlx, Q/DQ", "ONNX Runtime", "OpenVINO"),
+}  # fmt: skip
 TOLERANCE = {"f32": 1e-3, "bf16": 0.3, "int8": 1.0}  # of results up to 10; int8 has one scale for all activations of a tensor
 
 if __name__ == "__main__":

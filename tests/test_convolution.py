@@ -466,3 +466,18 @@ def test_images_of_three_channels_are_read_in_whole_pixels(attrs: dict[str, Any]
     program = lower(g, with_natives(AMX), options)
     (a,) = (s.kernel.body[0].a for s in program.steps if isinstance(s.kernel.body[0], Contract))
     assert isinstance(a, Operand) and a.col_levels[0][0] == (64 if dtypes[0] == "u8" else 32)
+
+
+def test_bytes_are_pooled_before_they_are_dequantised() -> None:
+    """By steps that keep their order; not where a window has padding alone, or a factor turns the order."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (1, 4, 9, 8)).astype(np.uint8)
+    for factor, low, narrow in ((0.5, 1, True), (-0.5, 1, False), (0.5, 3, False)):
+        g = rlx.Graph("pool")
+        wide = rlx.relu(rlx.minimum((g.input("x", x.shape, "u8").astype("f32") - 128.0) * factor, 9.25))
+        g.set_outputs([rlx.max_pool(wide, window=3, strides=2, low=low, high=1)])
+        program = SESSIONS["cpu"].compile(g).program()
+        pooled = max(b.size for s in program.steps for b in s.kernel.buffers if b.dtype.name == "f32")
+        assert (pooled == 4 * 5 * 4) == narrow
+        (found,), (want,) = run(g, {"x": x}), evaluate(g, {"x": x}, {})[0]
+        np.testing.assert_array_equal(found, want)

@@ -15,16 +15,20 @@ from rlx.ir.dtype import c64, holds
 from rlx.ir.graph import CONSTANT, ConstantAttrs, Graph, Node, Value, constant, keep
 from rlx.ir.layout import Layout
 from rlx.ir.op import Kind
+from rlx.ir.ops import activation
 from rlx.ir.ops import elementwise as e
 from rlx.ir.ops import state as s
 from rlx.ir.ops import view as v
 from rlx.ir.ops.index import gather
+from rlx.ir.ops.pool import max_pool
 from rlx.ir.ops.rules import axis_of
 from rlx.ir.rewrite import Rule, Var, pattern, rewrite, rule
 from rlx.ir.shape import Shape, contiguous_strides
 
 FOLD_BYTES = 1024  # up to this size a folded constant may be larger than all its operands together
 CAST = e.cast.op  # type: ignore[attr-defined]
+ADDS = tuple(op.op for op in (e.add, e.maximum, e.minimum))  # type: ignore[attr-defined]
+MUL, SUB, RELU, CLIP = (op.op for op in (e.mul, e.sub, activation.relu, activation.clip))  # type: ignore[attr-defined]
 X, Y, C = Var("x"), Var("y"), Var("c")
 
 
@@ -154,6 +158,45 @@ def merge_casts_around_views(node: Node, x: Value) -> Value | None:
     return e.cast(source, dtype=node.shapes[0].dtype)
 
 
+@rule(pattern(max_pool, X))
+def pool_narrow(node: Node, x: Value) -> Value | None:
+    """A max pool of values computed from narrower integers by steps that keep their order, as dequantised ones, pools these."""
+    attrs, steps, cast = node.attrs, list[tuple[Node, int]](), 0
+    spatial = x.rank - 2
+    sides = (attrs.each(name, spatial) for name in ("low", "high", "window"))  # type: ignore[union-attr]
+    if any(max(low, high) >= window for low, high, window in zip(*sides)):
+        return None  # a window without elements
+    while (at := _rises(x.node)) is not None:
+        steps.append((x.node, at))
+        x = x.node.inputs[at]
+        if x.dtype.is_int and x.dtype.itemsize < node.shapes[0].dtype.itemsize:
+            cast = len(steps)
+    if not cast:
+        return None
+    last, at = steps[cast - 1]
+    pooled = max_pool(last.inputs[at], **vars(attrs))
+    for step, at in reversed(steps[:cast]):
+        inputs = (*step.inputs[:at], pooled, *step.inputs[at + 1 :])
+        (pooled,) = Node(step.op, inputs, step.attrs, (pooled.shape.with_dtype(step.shapes[0].dtype),), None, step.source).results
+    return pooled
+
+
+def _rises(node: Node) -> int | None:
+    """The operand with which the result rises, or stays, beside one number that is known; None: it is another op."""
+    if node.op in (RELU, CLIP):
+        return 0
+    if node.op is CAST:
+        source, to = node.inputs[0].dtype, node.shapes[0].dtype
+        return 0 if source.is_int and (to.is_float or holds(to, source)) else None
+    known = [getattr(v.node.attrs, "data", None) for v in node.inputs] if len(node.inputs) == 2 else []
+    numbers = [i for i, data in enumerate(known) if data is not None and data.size == 1]
+    if len(numbers) != 1 or node.inputs[1 - numbers[0]].dims != node.shapes[0].dims:
+        return None
+    (i,) = numbers
+    fits = node.op in ADDS or (node.op is SUB and i == 1) or (node.op is MUL and float(known[i].item()) > 0)  # type: ignore[union-attr]
+    return 1 - i if fits else None
+
+
 @rule(pattern(gather, X, C))
 def slice_known_rows(node: Node, x: Value, c: Value) -> Value | None:
     """A gather of some equally spaced positions that are known and exist is a slice, which needs no copy."""
@@ -188,7 +231,7 @@ def fold_constants(node: Node) -> Value | None:
 RULES: tuple[Rule, ...] = (
     multiply_by_one, add_negative_zero, add_integer_zero, undo_twice, take_first, take_second, drop_neutral, split_again,
     merge_transposes,
-    keep_outer_dims, drop_view, drop_cast, merge_casts, merge_casts_around_views,
+    keep_outer_dims, drop_view, drop_cast, merge_casts, merge_casts_around_views, pool_narrow,
     take_known_rows, slice_known_rows, fold_constants,
 )  # fmt: skip
 
