@@ -19,7 +19,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import field, fields, is_dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from rlx.ir.attrs import Attrs, CollectiveAttrs, FlowAttrs
@@ -501,8 +501,9 @@ def expressions(stmts: Iterable[Stmt]) -> Iterator[Expr]:
                 yield from (c.next for c in s.carries)
 
 
-def loaded_buffers(kernel: Kernel) -> set[Buffer | Local]:
+@lru_cache(64)
+def loaded_buffers(kernel: Kernel) -> frozenset[Buffer | Local]:
     """Buffers and Locals read by the body and the limits."""
     parts = list(walk((kernel.body, kernel.limits)))
     inputs = {v.buffer for x in parts if isinstance(x, Native) for v in x.inputs}
-    return inputs | {x.buffer for x in parts if isinstance(x, (Load, Operand))}
+    return frozenset(inputs | {x.buffer for x in parts if isinstance(x, (Load, Operand))})
