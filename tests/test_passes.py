@@ -100,6 +100,7 @@ def nothing_left(graph):
     return graph.outputs[0].node.op.kind is Kind.LEAF
 
 
+BYTES = (np.arange(2000).reshape(1, 1, 2000) * 7).astype(np.uint8)  # more than are folded to f32
 # (rule, builder of a graph it applies to, dtypes to try): each must fire and leave an input or a constant
 APPLIES = [
     ("multiply_by_one", lambda x: x * 1, (*FLOATS, *INTS)),
@@ -138,6 +139,7 @@ APPLIES = [
     ("drop_neutral", lambda x: ops.logical_and(constant(np.ones((3, 1), bool)), x), ("bool",)),
     ("drop_neutral", lambda x: ops.logical_or(x, constant(False)), ("bool",)),
     ("split_again", lambda x: x.reshape(1, 2, 3, 4).transpose(0, 1, 3, 2).reshape(2, 4, 3).transpose(0, 2, 1), ("f32",)),
+    ("pool_narrow", lambda x: ops.max_pool(ops.cast(constant(BYTES), "f32") * 0.5 - 3.0, window=900, strides=900), ("f32",)),
     ("slice_known_rows", lambda x: ops.gather(constant(np.arange(6.0).reshape(3, 2)), 1), ("f32",)),
     ("slice_known_rows", lambda x: ops.gather(constant(np.arange(20.0).reshape(2, 10)), [1, 4, 7], axis=1), ("f32",)),
 ]
