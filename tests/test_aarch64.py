@@ -147,10 +147,9 @@ def test_emulated(processor: str) -> None:
     except Unavailable as why:
         pytest.skip(f"no emulated aarch64: {why}")
     wanted = "products or convolutions or attention or rounding" if processor == "max" else "products or convolutions"
-    asked = "from rlx.host.processor import host_features; print(*host_features()[2:])"
-    tests = ["pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", __file__, "-k", f"({wanted}) and not emulated"]
-    for command, says in ((["-c", asked], f"^{PROCESSORS[processor]}$"), (["-m", *tests], r"^\d+ passed, \d+ deselected")):
-        done = subprocess.run(
-            here.command(*command, cpu=processor), env=here.environment(), capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0 and re.search(says, done.stdout, re.M), done.stdout[-3000:] + done.stderr[-3000:]
+    says = "import sys, pytest; from rlx.host.processor import host_features; print(*host_features()[2:])"
+    tests = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", __file__, "-k", f"({wanted}) and not emulated"]
+    command = here.command("-c", f"{says}; sys.exit(pytest.main(sys.argv[1:]))", *tests, cpu=processor)
+    done = subprocess.run(command, env=here.environment(), capture_output=True, text=True, check=False)
+    for found in (f"^{PROCESSORS[processor]}$", r"^\d+ passed, \d+ deselected"):
+        assert done.returncode == 0 and re.search(found, done.stdout, re.M), done.stdout[-3000:] + done.stderr[-3000:]
