@@ -148,6 +148,15 @@ def test_pixels_that_a_stride_takes_apart_are_one_matrix(width: int, strides: in
     assert len(steps) == 1 + (rows == [(2 * 14 * 14,)])
 
 
+@pytest.mark.parametrize(("few", "names"), [(True, ["pad copy"]), (False, ["pad", "copy"])])
+def test_windows_are_copied_out_of_the_image_without_padding(few: bool, names: list[str]) -> None:
+    g = rlx.Graph("conv")
+    x, w = g.input("x", (2, 14, 14, 8), "f32"), g.param("w", (3, 3, 8, 16), "f32")
+    g.set_outputs([rlx.conv(x, w, low=1, high=1, channels_last=True)])
+    made = lower(g, Target("any", frozenset(DTYPES), channels_last=True, few_kernels=few), rlx.CompileOptions())
+    assert [" ".join(s.kernel.origin) for s in made.steps[:-1]] == names
+
+
 def test_a_batch_may_have_a_name_and_be_part_of_a_bucket() -> None:
     rng = np.random.default_rng(0)
     x, w, b = (array(rng, d, "f32") for d in ((3, 4, 7, 8), (6, 2, 3, 3), (6,)))

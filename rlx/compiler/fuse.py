@@ -399,6 +399,8 @@ class _Fuser:
             pointwise = all(n.op.kind is Kind.POINTWISE for n in other.forms)
             if self.joins_rows and node.op.name == "gather" and value is node.inputs[1] and base.shape.num_elements > FEW:
                 bigger = not pointwise  # a row's index costs little beside the row; a few are computed beside other small kernels
+            if self.joins_rows and node.op.name == "copy" and all(n.op.name == "pad" for n in other.forms):
+                bigger = False  # asking for each element of a window costs less than a kernel and a padded image
             if most is not None:
                 bigger = base.shape.num_elements > most or not pointwise
             moves = {n.op.name for n in other.forms if n.op.kind is not Kind.POINTWISE}
