@@ -42,6 +42,7 @@ GROUP_PART = 24 << 10  # of that of a group of rows, which are few: reading and 
 FAR_ROWS = 1 << 18  # bytes of rows of `a` that are not near the core when a kernel begins
 FEW_PANELS = 24  # with more, waiting for rows in the first one does not count
 SUMS = 8  # independent accumulators that hide the latency of a multiply-add
+LOW_UNIT = 1024, 1536  # rows, depth: up to there, several threads multiply bf16 faster with 16 rows a tile than with 32
 LOW_ROWS = 3  # rows of the lowest tile that is worth trying
 DEFAULT_TILING: Mapping[str, int] = {}
 
@@ -121,7 +122,7 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     vectors = panel // lanes or tiling.get("vectors", _panel_vectors(c, registers))
     matrix = _step(c, group, target) if c.m >= MATRIX_ROWS and c.count is None else 0
     summed = 2 * vectors if (dot := dot_in(c, target)) and dot.signed else 0  # registers of b's own sums, and of constants
-    highest = tiling.get("rows", _highest(vectors, registers - summed, matrix))
+    highest = tiling.get("rows", _highest(c, vectors, registers - summed, group if matrix else 0, target.threads))
     if c.count is not None:
         return _ragged(kernel, c, target, tiling, highest, lanes, vectors, registers)
     panels, stage_a = -(-c.n // (vectors * lanes)), _stage_a(c, group, matrix)
@@ -203,10 +204,11 @@ def axes(kernel: Kernel, c: Contract, target: Target) -> dict[str, tuple[int, ..
         usual, other = {"tasks": _ragged_wanted(c, target.threads)}, {"tasks": other_tasks(target.threads)}
         return distinct(usual, other, lambda tiling: plan(kernel, c, target, tiling))
     wanted = _wanted_tasks(c, default.batch, target.threads)
-    highest = _highest(default.vectors, default.registers, default.matrix)
+    highest = _highest(c, default.vectors, default.registers, default.group if default.matrix else 0, target.threads)
     tile: dict[str, Iterable[int]] = {"vectors": (1, 2, 3, 4)}
     if panel_of(c.b)[0]:
-        tile = {"rows": (amx.SIDE,) if default.matrix else range(highest - 1, LOW_ROWS - 1, -1), "ahead": (not default.ahead,)}
+        heights = (amx.SIDE, 2 * amx.SIDE) if default.matrix else range(highest - 1, LOW_ROWS - 1, -1)
+        tile = {"rows": heights, "ahead": (not default.ahead,)}
     some = default.blocks // 2, 2 * default.blocks, 4 * default.blocks
     asked = {**tile, "tasks": other_tasks(target.threads), "blocks": {*some, *other_tasks(target.threads)} - {0}}
     own = {"rows": highest, "vectors": default.vectors, "ahead": int(default.ahead), "tasks": wanted, "blocks": 0}
@@ -248,8 +250,13 @@ def _order(c: Contract, p: Plan) -> set[tuple[int, int]]:
     return {(steps, p.depth if steps > 1 else 0) for steps in unrolled}
 
 
-def _highest(vectors: int, registers: int, matrix: int) -> int:
-    return 2 * amx.SIDE if matrix else max(1, min(MAX_ROWS, (registers - 1 - vectors) // vectors))
+def _highest(c: Contract, vectors: int, registers: int, unit: int, threads: int) -> int:
+    """Most rows of a tile. `unit`: elements in a group if it is one of the matrix unit, else 0."""
+    if not unit:
+        return max(1, min(MAX_ROWS, (registers - 1 - vectors) // vectors))
+    plain = isinstance(c.a, Operand) and not c.a.row_levels + c.a.col_levels
+    low = unit == 2 and threads > 1 and plain and c.m <= LOW_UNIT[0] and c.k <= LOW_UNIT[1]
+    return amx.SIDE if low else 2 * amx.SIDE
 
 
 def _panel_vectors(c: Contract, registers: int) -> int:
