@@ -200,12 +200,13 @@ def test_every_fault_of_a_model_is_listed_at_once():
 def test_every_refused_node_is_listed_at_once():
     nodes = [
         helper.make_node("Frob", ["x"], ["a"], domain="my.domain", name="mine"), helper.make_node("Relu", ["a"], ["b"]),
-        helper.make_node("ImageDecoder", ["x"], ["c"], name="image"),
+        helper.make_node("ImageDecoder", ["x"], ["c"], name="image"), helper.make_node("Frobs", ["b"], ["d"], domain="my.domain"),
     ]  # fmt: skip
     with pytest.raises(Unsupported) as found:
         rlx.from_onnx(model(nodes, [info("x", [2])], [info("b", [2]), info("c", [2])]))
-    assert "2 nodes are refused: node 0 Frob 'mine': operator my.domain.Frob is neither of ONNX" in str(found.value)
+    assert "3 nodes are refused: node 0 Frob 'mine': operator my.domain.Frob is neither of ONNX" in str(found.value)
     assert "node 2 ImageDecoder 'image': operator ImageDecoder of opset 21 is not supported" in str(found.value)
+    assert "node 3 Frobs: operator my.domain.Frobs is neither" in str(found.value)  # it reads results of a refused one
 
 
 def test_versions_that_onnx_does_not_know_are_refused():

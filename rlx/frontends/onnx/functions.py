@@ -9,8 +9,9 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from rlx.frontends.onnx.call import Call
+from rlx.frontends.onnx.call import Call, Refused
 from rlx.frontends.onnx.structure import opsets, schema_of
+from rlx.frontends.onnx.table import find
 from rlx.ir.node import Value
 
 
@@ -51,12 +52,20 @@ def of_schema(call: Call) -> Body | None:
     return _body(onnx.FunctionProto.FromString(found), call, {**around, call.domain: version}, defaults) if found else None
 
 
-def why_unknown(call: Call) -> str:
-    """The reason why an operator without handler and body is refused."""
+def check_known(model: onnx.ModelProto, call: Call) -> None:
+    """Refused: no operands make the operator one that can be imported."""
+    schema = schema_of(call.op, call.opset, call.domain)
+    made = schema is not None and (schema.has_function or schema.has_context_dependent_function)
+    if not made and find(call.domain, call.op, call.opset) is None and of_model(model, call) is None:
+        raise unknown(call)
+
+
+def unknown(call: Call) -> Refused:
+    """The refusal of an operator without handler and body."""
     name = f"{call.domain}.{call.op}" if call.domain else call.op
     if not onnx.defs.has(call.op, call.domain):
-        return f"operator {name} is neither of ONNX {onnx.__version__} nor a function of the model"
-    return f"operator {name} of opset {call.opset} is not supported"
+        return Refused(f"{call.where}: operator {name} is neither of ONNX {onnx.__version__} nor a function of the model")
+    return Refused(f"{call.where}: operator {name} of opset {call.opset} is not supported")
 
 
 def _body(

@@ -116,12 +116,14 @@ class GraphScope:
         results: Sequence[Any] = [MISSING] * len(node.output)
         try:
             inputs = [self[name] for name in node.input]
-            if not any(x is MISSING for x in inputs):
-                protos = {a.name: found for a in node.attribute if (found := self.resolved(a)) is not None}
-                domain = "" if node.domain == "ai.onnx" else node.domain
-                call = Call(self, node.op_type, domain, self.opset(domain), inputs, list(node.output), {}, where)
-                call.overload, call.protos = node.overload, protos
-                call.attrs = {name: self.importer.source.attribute(a) for name, a in protos.items()}
+            domain = "" if node.domain == "ai.onnx" else node.domain
+            call = Call(self, node.op_type, domain, self.opset(domain), inputs, list(node.output), {}, where)
+            call.overload = node.overload
+            if any(x is MISSING for x in inputs):
+                functions.check_known(self.importer.source.model, call)
+            else:
+                call.protos = {a.name: found for a in node.attribute if (found := self.resolved(a)) is not None}
+                call.attrs = {name: self.importer.source.attribute(a) for name, a in call.protos.items()}
                 results = self.applied(call)
         except Skipped:
             pass
@@ -162,7 +164,7 @@ class GraphScope:
         if handle is None:
             function = function or functions.of_schema(call)
             if function is None:
-                raise Refused(f"{call.where}: {functions.why_unknown(call)}")
+                raise functions.unknown(call)
             made: Any = tuple(self.inner(function.proto, call.inputs, call.where, function))
         elif text.moves(call):
             made = text.moved(call, handle, self.importer.folded)
