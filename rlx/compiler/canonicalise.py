@@ -7,6 +7,7 @@ Every rule keeps the bits of the result, including NaN, infinities and -0.0 (the
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Hashable, Sequence
 
 from rlx.compiler.compilation import Compilation
@@ -163,9 +164,9 @@ def pool_narrow(node: Node, x: Value) -> Value | None:
     """A max pool of values computed from narrower integers by steps that keep their order, as dequantised ones, pools these."""
     attrs, steps, cast = node.attrs, list[tuple[Node, int]](), 0
     spatial = x.rank - 2
-    sides = (attrs.each(name, spatial) for name in ("low", "high", "window"))  # type: ignore[union-attr]
-    if any(max(low, high) >= window for low, high, window in zip(*sides)):
-        return None  # a window without elements
+    sides = (attrs.each(name, spatial) for name in ("low", "high", "window", "dilation"))  # type: ignore[union-attr]
+    if any(max(low, high) >= window or (apart > 1 and low + high) for low, high, window, apart in zip(*sides)):
+        return None  # a window may have no elements
     while (at := _rises(x.node)) is not None:
         steps.append((x.node, at))
         x = x.node.inputs[at]
@@ -193,7 +194,12 @@ def _rises(node: Node) -> int | None:
     if len(numbers) != 1 or node.inputs[1 - numbers[0]].dims != node.shapes[0].dims:
         return None
     (i,) = numbers
-    fits = node.op in ADDS or (node.op is SUB and i == 1) or (node.op is MUL and float(known[i].item()) > 0)  # type: ignore[union-attr]
+    number, x = known[i].item(), node.inputs[1 - i]  # type: ignore[union-attr]
+    if x.dtype.is_int and node.op not in (e.maximum.op, e.minimum.op):  # type: ignore[attr-defined]
+        source = x.node.inputs[0].dtype if x.node.op is CAST else x.dtype
+        if node.op is MUL or x.dtype.kind != "i" or not source.is_int or not abs(number) < 1 << source.bits < 1 << x.dtype.bits - 1:
+            return None  # sums and products of integers wrap around
+    fits = node.op in ADDS or (node.op is SUB and i == 1) or (node.op is MUL and 0 < number < math.inf)
     return 1 - i if fits else None
 
 

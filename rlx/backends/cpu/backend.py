@@ -90,9 +90,9 @@ class CpuBackend:
         kernels = {id(k): k for k in (*(s.kernel for steps in phases.values() for s in steps), *sections.values())}
         keys = {i: kernel_key(kernel) for i, kernel in kernels.items()}
         chosen = {key: tuple(sorted(tiling.items())) for key, tiling in (tilings or {}).items()}
-        run = {id(s.kernel) for phase, steps in phases.items() if phase != "prepare" for s in steps}
-        run |= {*map(id, sections.values())}
-        jobs = {i: _Job(keys[i], program.target, chosen.get(keys[i], ()), x, i not in run) for i, x in kernels.items()}
+        run = {keys[id(s.kernel)] for phase, steps in phases.items() if phase != "prepare" for s in steps}
+        run |= {keys[id(kernel)] for kernel in sections.values()}
+        jobs = {i: _Job(keys[i], program.target, chosen.get(keys[i], ()), x, keys[i] not in run) for i, x in kernels.items()}
         slowest_first = sorted(dict.fromkeys(jobs.values()), key=lambda job: job.is_loops)
         found = dict(zip(slowest_first, at_once(_compiled, slowest_first, progress)))
         made = {job: found[job] for job in jobs.values()}
