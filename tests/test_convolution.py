@@ -497,9 +497,11 @@ def test_bytes_that_wrap_around_or_windows_without_elements_are_not_pooled_narro
     rng, narrow = np.random.default_rng(0), {"window": 2, "strides": 2}
     apart = {"window": 2, "dilation": 2, "low": 1, "high": 1}
     for build, dims, how in (
-        (lambda x: x + rlx.constant(np.uint8(200)), (1, 2, 4, 4), narrow), (lambda x: x * rlx.constant(np.uint8(3)), (1, 2, 4, 4), narrow),
-        (lambda x: x.astype("i32") + (2**31 - 100), (1, 2, 4, 4), narrow), (lambda x: x, (1, 2, 1, 1), apart),
-    ):  # fmt: skip
+        (lambda x: x + rlx.constant(np.uint8(200)), (1, 2, 4, 4), narrow),
+        (lambda x: x * rlx.constant(np.uint8(3)), (1, 2, 4, 4), narrow),
+        (lambda x: x.astype("i32") + (2**31 - 100), (1, 2, 4, 4), narrow),
+        (lambda x: x, (1, 2, 1, 1), apart),
+    ):
         g, x = rlx.Graph("pool"), rng.integers(0, 256, dims).astype(np.uint8)
         g.set_outputs([rlx.max_pool(build(g.input("x", dims, "u8")).astype("f32") * 0.5, **how)])
         (found,), (want,) = run(g, {"x": x}), evaluate(g, {"x": x}, {})[0]

@@ -416,6 +416,37 @@ def test_what_is_made_ahead_is_made_in_few_threads_and_faults_are_left_out() -> 
     assert sorted(made) == [n for n in range(60) if n % 3 != 1] and most <= 2
 
 
+def test_work_ahead_does_not_delay_the_end_of_a_process() -> None:
+    """The items in work are finished, and the others left out."""
+    text = """
+import threading, time
+from rlx.host.once import Ahead
+begun = threading.Event()
+def make(n):
+    begun.set()
+    while threading.main_thread().is_alive():
+        time.sleep(0.001)
+    print(n, flush=True)
+ahead = Ahead(make, 1)
+for n in range(20):
+    ahead(n)
+begun.wait()
+"""
+    found = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    assert (found.stdout, found.stderr) == ("0\n", "")
+
+
+def test_a_kernel_of_runs_and_of_preparation_is_compiled_once() -> None:
+    """The body's constant part is prepared, by a kernel with the text of another that runs: two codes would have one symbol."""
+    g = rlx.Graph("both")
+    x, w = g.input("x", (8, 8), "f32"), g.param("w", (8, 8), "f32")
+    (out,), _, _ = rlx.counted_loop(lambda i, go, c: (go, c + rlx.softmax(w * 2.0)), x, limit=3)
+    g.set_outputs([out, rlx.softmax(x * 2.0)])
+    compiled = rlx.Session("cpu").compile(g)
+    symbols = [code.symbol for code in compiled.artifact.codes if code.symbol]
+    assert len({*symbols}) == len(symbols) and not any("optnone" in text for text in compiled.report().texts.values())
+
+
 def test_a_fault_costs_no_machine() -> None:
     """One takes 28 KB, which are never freed."""
     known = object_of(1)

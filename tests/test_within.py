@@ -12,6 +12,7 @@ import rlx
 from rlx.ir.graph import Graph, Value, constant
 from rlx.ir.kernel import loaded_buffers
 from rlx.ir.ops import avg_pool, concat, conv_transpose, max_pool, pad
+from rlx.runtime.verifying import verify
 
 DIMS = (2, 6, 8, 5)
 
@@ -97,3 +98,17 @@ def test_a_pad_around_a_value_that_is_not_copied_writes_only_its_border() -> Non
 
 def loop_size(loop) -> int:
     return loop.extent * (sum(map(loop_size, loop.body)) if hasattr(loop.body[0], "extent") else 1)
+
+
+def test_a_product_that_is_stored_in_parts_is_at_no_place_of_its_own() -> None:
+    """Its rows and columns have no strides there: verify would read elements of others, or beyond the memory."""
+    rng, g = np.random.default_rng(0), Graph("phases")
+    given = {"x": rng.standard_normal((80, 8), np.float32), "y": rng.standard_normal((1, 4, 80, 8), np.float32)}
+    product = g.input("x", (80, 8), "f32") @ constant(rng.standard_normal((8, 64), np.float32))
+    phases = product.reshape((1, 2, 40, 2, 2, 16)).transpose(0, 1, 3, 2, 4, 5).reshape((1, 4, 80, 16))
+    g.set_outputs([conv(concat(phases, conv(g.input("y", (1, 4, 80, 8), "f32"), 16), axis=3))])
+    session = rlx.Session("cpu")
+    compiled = session.compile(g)
+    assert not any("reshape" in s.kernel.origin for s in compiled.program().steps), "the product is stored in parts"
+    assert product not in compiled._origins_of().places
+    assert verify(g, lambda name: np.empty(0), given, session=session).difference is None

@@ -79,6 +79,7 @@ class _Description:
         place = self.memory.setdefault(memory, len(self.memory))
         about = [value.index, value.shape, tiles, layout, place, memory is value, facts.active.get(value), self.text(node)]
         about += [base.shape, self.places.memory(memory), memory.shape, self.places.is_alias(node), self.members.get(node)]
+        about.append(self.places.finer.get(value))  # the layout has strides of these dims
         if node not in self.members and node.op.kind is Kind.VIEW:  # its elements may be computed on the way
             about += [self.value(v) for v in node.inputs]
         self.parts.append((number, *about))

@@ -197,7 +197,8 @@ def _rises(node: Node) -> int | None:
     number, x = known[i].item(), node.inputs[1 - i]  # type: ignore[union-attr]
     if x.dtype.is_int and node.op not in (e.maximum.op, e.minimum.op):  # type: ignore[attr-defined]
         source = x.node.inputs[0].dtype if x.node.op is CAST else x.dtype
-        if node.op is MUL or x.dtype.kind != "i" or not source.is_int or not abs(number) < 1 << source.bits < 1 << x.dtype.bits - 1:
+        wide = x.dtype.kind == "i" and source.is_int and x.dtype.bits > source.bits + 1
+        if node.op is MUL or not wide or abs(number) >= 1 << source.bits:
             return None  # sums and products of integers wrap around
     fits = node.op in ADDS or (node.op is SUB and i == 1) or (node.op is MUL and 0 < number < math.inf)
     return 1 - i if fits else None

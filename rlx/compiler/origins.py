@@ -160,7 +160,7 @@ def _places(graph: Graph, nodes: Sequence[Node], made: Assembled, options: Compi
             return
         base = facts.places.base(made)
         held, _ = facts.places.hosts.get(base, (base, None))
-        if held not in ids or made in facts.places.tiles:
+        if held not in ids or made in facts.places.tiles or base in facts.places.finer:
             return
         start, layout = program.plan.offsets.get(ids[held]), facts.places.locate(made)[1]
         strides = tuple(layout.strides[axes.index(a)] for a in range(len(axes)))

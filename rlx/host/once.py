@@ -59,8 +59,8 @@ def started(work: Callable[[], None]) -> threading.Thread | None:
 
 
 class Ahead(Generic[Key]):
-    """Calls a function with items given one by one, in up to `threads` threads, which end when nothing is left. Faults are left
-    to those who ask for the results."""
+    """Calls a function with items given one by one, in up to `threads` threads, which end when nothing is left, or the process is
+    about to end. Faults are left to those who ask for the results."""
 
     def __init__(self, make: Callable[[Key], object], threads: int) -> None:
         self._make, self._threads = make, threads
@@ -75,7 +75,7 @@ class Ahead(Generic[Key]):
     def _work(self) -> None:
         while True:
             with self._lock:
-                if not self._todo:
+                if not self._todo or not threading.main_thread().is_alive():  # the exit waits for this thread
                     self._running -= 1
                     return
                 item = self._todo.popleft()
