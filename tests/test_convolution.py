@@ -435,6 +435,21 @@ def test_images_are_rounded_where_they_are_computed() -> None:
     assert wide == [(1, 6, 5, 16)], "the sums of the last convolution alone, before they are transposed"
 
 
+def test_other_results_of_an_op_that_computes_an_image_keep_their_dtypes() -> None:
+    """Positions of the greatest elements, and the number of a loop's iterations."""
+    x = np.random.default_rng(0).integers(-8, 8, (1, 8, 8, 8)).astype(np.float32)
+    for build in (
+        lambda x: rlx.top_k(x, 8),
+        lambda x: (lambda kept, rows, n: (*kept, n))(*rlx.counted_loop(lambda i, go, c: (i < 2, c + 1.0), x, limit=4)),
+    ):
+        g = rlx.Graph("several")
+        image, other = build(g.input("x", x.shape, "f32"))
+        g.set_outputs([rlx.conv(image, rlx.constant(np.ones((1, 1, 8, 8), np.float32)), channels_last=True), other])
+        found, (want, _) = run(g, {"x": x}, precision="bf16"), evaluate(g, {"x": x}, {})
+        assert [a.dtype for a in found] == [a.dtype for a in want] == [np.float32, np.int64]
+        np.testing.assert_array_equal(found[1], want[1])
+
+
 def test_a_dequantised_value_is_computed_where_it_is_added() -> None:
     """Of the bytes that a product reads too, not by the kernel that stores them, in f32."""
     g = rlx.Graph("quantised")

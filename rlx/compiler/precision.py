@@ -21,7 +21,7 @@ from rlx.compiler.int8 import few_channels, in_int8
 from rlx.compiler.legalise import expand, into_contractions
 from rlx.errors import CompileError, GraphError, known
 from rlx.ir.dtype import DTYPES, DType, f32, i8, u8
-from rlx.ir.graph import Graph, Node, Value, apply, keep
+from rlx.ir.graph import Graph, Node, Value, apply, keep, same_values
 from rlx.ir.op import OPS, Kind
 from rlx.ir.ops import copy, pad, transpose
 from rlx.ir.ops.conv import ConvAttrs
@@ -60,7 +60,7 @@ def precision(graph: Graph, compilation: Compilation, notes: list[NodeReport] | 
             return new(node, inputs)
         if _moves_images(node):
             return [v.astype(f32) for v in keep(node, tuple(_in(narrow, v) for v in inputs))]
-        return [v.astype(narrow).astype(f32) for v in new(node, inputs)]
+        return [v.astype(narrow).astype(f32) if own in images else v for own, v in zip(node.results, new(node, inputs))]
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         if node.op is CONV and node.inputs[0] in images and node.attrs.groups > 1:  # type: ignore[union-attr]
@@ -215,7 +215,7 @@ def _as_view(v: Value) -> Value:
         return v
     made = node.op.decompose(node.attrs, *node.inputs)
     value = made if isinstance(made, Value) else made[v.index]
-    return value if value.node.op.kind is Kind.VIEW and value.node.inputs == node.inputs else v
+    return value if value.node.op.kind is Kind.VIEW and same_values(value.node.inputs, node.inputs) else v
 
 
 def _widened(slim: Node | None, node: Node) -> Sequence[Value]:
