@@ -169,6 +169,19 @@ def test_patterns_match_as_those_of_python():
         ("((a{1000}){1000}){1000}", "a", None),
         ("((){1000}){1000}", "", None),
         ("(?i)[[:^alpha:]]", "a", None),
+        ("(?i)é", "É", True),
+        ("(?i)[^é]", "É", False),
+        ("(?i)k", "\u212a", True),  # the sign of kelvin
+        (r"\w|\d|\s", "é", False),
+        (r"\W\D\S", "éé\u00a0", True),
+        (r"[^\W\d]", "1", False),
+        (r"(?i)a(?-i)b", "AB", False),
+        (r"(?is)A(?i-s:.)", "a\n", False),
+        (r"(?)a", "a", None),
+        (r"a{2}{3}", "aa{3}", None),
+        (r"a+{2}", "a{2}", None),
+        (r"a{2}{x", "aa{x", True),
+        (r"[--0]", ".", True),
     ],
 )
 def test_patterns_are_those_of_re2(pattern, text, found):

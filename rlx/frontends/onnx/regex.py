@@ -16,7 +16,11 @@ _POSIX = {
     "word": "0-9A-Za-z_", "xdigit": "0-9A-Fa-f",
 }  # fmt: skip
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|x\{([0-9A-Fa-f]{1,6})\}|([0-7]{2,3}|0)|(.))", re.DOTALL)
-_SPACE = r"\t\n\f\r "  # Python's \s has \v, too
+_END = chr(0x10FFFF)
+_SETS = {  # Python's own take characters that are not ASCII, or, as \s, more of ASCII
+    "d": "0-9", "D": rf"\x00-/:-{_END}", "s": r"\t\n\f\r ", "S": rf"\x00-\x08\v\x0e-\x1f!-{_END}",
+    "w": "0-9A-Za-z_", "W": rf"\x00-/:-@\[-\^`{{-{_END}",
+}  # fmt: skip
 _WORD = re.compile(r"\w", re.ASCII).match
 _AT: dict[str, Callable[[str, str], bool]] = {  # by the characters before and behind, "" where the text ends
     "A": lambda a, b: not a, "z": lambda a, b: not b, "^": lambda a, b: a in ("", "\n"), "$": lambda a, b: b in ("", "\n"),
@@ -110,12 +114,13 @@ class Pattern:
         while self.at < len(self.text) and self.text[self.at] != ")":
             if self._take("|"):
                 rows, row = [*rows, tuple(row)], ["row"]
-            elif found := re.compile(r"\(\?([ims]+)([:)])").match(self.text, self.at):
+            elif found := re.compile(r"\(\?(?!\))([ims]*)(?:-([ims]+))?([:)])").match(self.text, self.at):
                 self.at = found.end()
-                if found[2] == ":":
-                    row.append(self._repeated(self._group(flags + found[1])))
+                now = "".join({*flags, *found[1]} - {*(found[2] or "")})
+                if found[3] == ":":
+                    row.append(self._repeated(self._group(now)))
                 else:
-                    flags += found[1]
+                    flags = now
             else:
                 row.append(self._repeated(self._one(flags)))
         self.depth -= 1
@@ -126,7 +131,8 @@ class Pattern:
         return made if self._take(")") else self._wrong("a ( without )")
 
     def _repeated(self, tree: Any) -> Any:
-        counts = re.compile(r"([*+?])|\{(\d{1,5})(,)?(\d{1,5})?\}").match(self.text, self.at)
+        operator = re.compile(r"([*+?])|\{(\d{1,5})(,)?(\d{1,5})?\}").match
+        counts = operator(self.text, self.at)
         if not counts or (counts[4] and not counts[3]):
             return tree
         self.at = counts.end()
@@ -135,14 +141,14 @@ class Pattern:
         most = 1 if counts[1] == "?" else None if counts[1] else int(counts[4]) if counts[4] else None if counts[3] else least
         if max(least, most or 0) > TIMES or (most is not None and most < least):
             self._wrong(f"a repetition of more than {TIMES} times, or of fewer at most than at least")
-        if self.at < len(self.text) and self.text[self.at] in "*+?":
+        if operator(self.text, self.at):
             self._wrong("a repetition of a repetition")
         return "repeat", tree, least, most
 
     def _one(self, flags: str) -> Any:
         """A group, a place, or a function that says whether it takes a character."""
         if self._take("("):
-            named = re.compile(r"\?(?::|P?<\w+>)").match(self.text, self.at)
+            named = re.compile(r"\?P?<\w+>").match(self.text, self.at)
             if not named and self._take("?"):
                 self._wrong("a group that is not supported")
             self.at = named.end() if named else self.at
@@ -172,9 +178,9 @@ class Pattern:
         char = found[4]
         if char in "AzbB":
             return f"@{char}"
-        if char in "sS":
-            return _SPACE if char == "s" else r"\S\v"
-        if char.isalnum() and char not in "dDwWafnrtv":
+        if char in _SETS:
+            return _SETS[char]
+        if char.isalnum() and char not in "afnrtv":
             self._wrong(f"the escape \\{char}, which is not supported,")
         return f"\\{char}" if char.isascii() else char
 
@@ -195,7 +201,7 @@ class Pattern:
                 made += found
             else:
                 char = self.text[self.at]
-                made, self.at = made + (f"\\{char}" if char in "[]&|~" else char), self.at + 1
+                made, self.at = made + (f"\\{char}" if char in "[]&|~" or (first and char == "-") else char), self.at + 1
             first = False
         return f"{made}]"
 
@@ -203,7 +209,7 @@ class Pattern:
 def _takes(one: str, flags: str) -> Callable[[str], bool]:
     """A function that says whether a pattern for one character takes a character."""
     kept: dict[str, bool] = {}
-    mode = re.ASCII | (re.IGNORECASE if "i" in flags else 0) | (re.DOTALL if "s" in flags else 0)
+    mode = (re.IGNORECASE if "i" in flags else 0) | (re.DOTALL if "s" in flags else 0)
     try:
         match = re.compile(one, mode).fullmatch
     except re.error as e:
