@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlx.errors import CorruptFileError, InputDTypeError, InputShapeError, Unsupported
-from rlx.frontends.onnx import OnnxModel, regex
+from rlx.frontends.onnx import OnnxModel, call, regex
 from rlx.frontends.onnx.importer import from_onnx
 from rlx.frontends.onnx.regex import Pattern
 from tests.onnx_models import parsed
@@ -96,6 +96,26 @@ def test_text_n_grams_have_weights():
         np.testing.assert_array_equal(OnnxModel(parsed(text.replace("MODE", mode)))(x), want)
     with pytest.raises(Unsupported, match="elements would be computed"):
         OnnxModel(parsed(text.replace("MODE", "TF").replace("[3, 0, 1, 2]", "[3, 0, 1, 4611686018427387903]")))(x)
+
+
+@pytest.mark.parametrize(
+    "text,words,why",
+    [
+        ("agraph (string[n] x) => (string[n, n] y) <int64[2] a = {-1, 1}> { z = Reshape(x, a) y = StringConcat(x, z) }",
+         ["a"] * 40, "1600 elements would be computed"),
+        ("agraph (string[n] x) => (string[n] y) { z = StringConcat(x, x) y = StringConcat(z, z) }", ["a" * 300], "1200 elements"),
+    ],
+)  # fmt: skip
+def test_texts_that_would_fill_the_memory_are_refused(text, words, why, monkeypatch):
+    monkeypatch.setattr(call, "ELEMENTS", 1000)
+    with pytest.raises(Unsupported, match=why):
+        OnnxModel(parsed(text))(words)
+
+
+@pytest.mark.parametrize("number", ["9223372036854775808", "-9223372036854775809", "1" * 40])
+def test_text_of_numbers_that_the_type_lacks_is_refused(number):
+    with pytest.raises(Unsupported, match="the text is no number of int64"):
+        OnnxModel(parsed("agraph (string[n] x) => (int64[n] y) { y = Cast <to = 7> (x) }"))(["1", number])
 
 
 # -- regular expressions -------------------------------------------------------------------------------------------------

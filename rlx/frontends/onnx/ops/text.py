@@ -23,6 +23,8 @@ def texts(n: Call, i: int = 0) -> np.ndarray:
 @handler("StringConcat")
 def concat(n: Call) -> np.ndarray:
     a, b = np.broadcast_arrays(texts(n), texts(n, 1))
+    n.check_size(a.size)
+    n.check_size(sum(map(len, a.flat)) + sum(map(len, b.flat)))
     return text_array([x + y for x, y in zip(a.reshape(-1), b.reshape(-1))], a.shape)
 
 
@@ -141,6 +143,6 @@ def cast(n: Call, code: int) -> np.ndarray:
     kind = onnx.helper.tensor_dtype_to_np_dtype(code)
     read = int if kind.kind in "iu" else float
     try:
-        return np.array([read(w) for w in x.reshape(-1)], None if x.size else kind).astype(kind).reshape(x.shape)
+        return np.array([read(w) for w in x.reshape(-1)], kind).reshape(x.shape)
     except (ValueError, OverflowError) as e:
         n.refuse(f"the text is no number of {kind}: {e!s:.100}")
