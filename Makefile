@@ -1,5 +1,5 @@
 # make demo   embed a few sentences with the default model
-# make test   the whole test suite, a process per CPU (at most 4), each file in one of them; ARGS="-n 0 tests/test_ops.py" for one
+# make test   the whole test suite in a process per CPU and one more (at most 4), a file in one; ARGS="-n 0 tests/test_ops.py" for one
 # make lint   ruff and pyright
 # make docs   the site of docs/, into build/site; it loads nothing from elsewhere
 # make bench  encoders, rlx against every installed peer
