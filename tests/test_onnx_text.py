@@ -104,6 +104,8 @@ def test_text_n_grams_have_weights():
         ("agraph (string[n] x) => (string[n, n] y) <int64[2] a = {-1, 1}> { z = Reshape(x, a) y = StringConcat(x, z) }",
          ["a"] * 40, "1600 elements would be computed"),
         ("agraph (string[n] x) => (string[n] y) { z = StringConcat(x, x) y = StringConcat(z, z) }", ["a" * 300], "1200 elements"),
+        ("agraph (string[n] x) => (string[m] y) <int64[1] a = {100000000}> { y = Tile(x, a) }",
+         ["a"], r"dims \[100000000\] is too large"),
     ],
 )  # fmt: skip
 def test_texts_that_would_fill_the_memory_are_refused(text, words, why, monkeypatch):

@@ -41,6 +41,8 @@ def moved(call: Call, handle: Callable[[Call], Any], folded: Callable[[Any], Any
         if isinstance(x, list):
             return [back(e) for e in x]
         if isinstance(x, Value):
+            if not any(isinstance(v, Value) and call.scope.contents(v) is None for _, v in flat("", call.inputs)):
+                call.refuse(f"text of dims {list(x.dims)} is too large to be computed when the model is imported")
             raise NotKnown(x, f"{call.where} gives text, which must be known when it is compiled")
         return table[x] if isinstance(x, np.ndarray) else x
 
