@@ -159,3 +159,10 @@ def test_mixtures_that_are_not_supported_say_why(attrs, why):
     inputs = {"x": normal(TOKENS, WIDTH), "r": normal(TOKENS, EXPERTS), "w0": parts[0][0], "b0": None, "w1": parts[1][0]}
     with pytest.raises(Unsupported, match=why):
         rlx.from_onnx(made("MoE", inputs, {"k": 2, "activation_type": "relu"} | attrs))
+
+
+@pytest.mark.parametrize("dims", [(3, 6), (5, 6), (4, 1)])
+def test_a_bias_that_does_not_fit_the_experts_is_refused(dims):
+    inputs = {"x": normal(3, 8), "r": normal(3, 4), "w1": normal(4, 6, 8), "b1": normal(*dims), "w2": normal(4, 8, 6)}
+    with pytest.raises(Unsupported, match=r"bias of fc1, has dims .* and \[4, 6\] are needed"):
+        rlx.from_onnx(made("MoE", inputs, {"k": 2}))

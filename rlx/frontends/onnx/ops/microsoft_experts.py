@@ -84,7 +84,11 @@ def _mixed(n: Call, product: Callable[[Value, int, Value], Value], biases: list[
 
     def linear(rows: Value, part: int) -> Value:
         out = product(rows, part, ends)
-        return out + ops.gather(n.value(biases[part]).astype(wide), mine) if n.has(biases[part]) else out
+        if not n.has(bias := biases[part]):
+            return out
+        if n.sizes(bias) != (needed := (experts, out.shape.static[1])):
+            n.refuse(f"operand {bias}, the bias of fc{part + 1}, has dims {list(n.sizes(bias))}, and {list(needed)} are needed")
+        return out + ops.gather(n.value(bias).astype(wide), mine)
 
     rows = ops.gather(x, order // used)
     out = linear(_activated(n, linear(rows, 0), linear(rows, 2) if third else None), 1)
