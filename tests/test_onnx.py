@@ -401,6 +401,15 @@ def test_past_and_present_become_states_that_stay_on_the_device():
         net.reset()
 
 
+def test_states_without_a_mask_are_refused():
+    past, made = [1, "rows", 4], [1, "all", 4]
+    make = helper.make_node
+    nodes = [make("Concat", ["past_0", "x"], ["present_0"], axis=1), make("ReduceMean", ["present_0"], ["y"])]
+    proto = model(nodes, [info("x", [1, "new", 4]), info("past_0", past)], [info("y", None), info("present_0", made)])
+    with pytest.raises(ModelError, match="has no input 'attention_mask', which would hide the rows .* leave states= out"):
+        OnnxModel(proto, states=8)  # a mean over rows of zeros, which are not filled, would be another
+
+
 def test_states_that_are_full_are_named():
     net = OnnxModel(decoder(), states=3)
     given = {"input_ids": np.zeros((1, 2), np.int64), "attention_mask": np.ones((1, 2), np.int64)}

@@ -65,8 +65,8 @@ class OnnxModel(Shown):
         for them (past_key_values.0.key and present.0.key), which are then no arguments and results of a run; attention_mask is
         given for the filled rows and the new ones, and padded for the others.
 
-        ModelError: the file is damaged, or contradicts itself, or it has no inputs for `states`. Unsupported nodes are refused
-        by the first run, or `compile`."""
+        ModelError: the file is damaged, or contradicts itself, or it has no inputs for `states`, or none that hides rows of them.
+        Unsupported nodes are refused by the first run, or `compile`."""
         if states is not None and (not isinstance(states, int) or states < 1):
             raise OptionError(f"states is a number of rows, got {states!r}")
         self._source = model if isinstance(model, Source) else Source(model)
@@ -77,6 +77,11 @@ class OnnxModel(Shown):
         if states and not self._pairs:
             raise ModelError(f"{self._source.name} has no past… inputs with present… outputs, which states= is for: leave it out")
         self._in_place = in_place(self._source, self._pairs)
+        if self._pairs and not self._in_place and all(i.name != MASK for i in self._source.inputs):
+            raise ModelError(
+                f"{self._source.name} has no input {MASK!r}, which would hide the rows of the states that are not filled: leave "
+                "states= out, and give the past to each run"
+            )
         self._kinds = {i.name: i.type for i in self._source.inputs if i.name not in self._pairs}
         gone = set(self._pairs.values())
         self._outputs = [o for o in self._source.model.graph.output if o.name not in gone]
