@@ -33,7 +33,7 @@ def model_path(path: Any) -> Path:
         raise ModelError(f"a model is the path of a folder or a .gguf file, or a name on the Hub, got {path!r}")
     found = Path(path)
     name = _NAME.fullmatch(str(path))
-    if found.exists() or not name or name[1].endswith(".gguf"):
+    if found.exists() or not name or name[1].endswith((".gguf", ".onnx")):
         return found
     return _of_hub(*name.groups())
 
