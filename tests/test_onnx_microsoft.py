@@ -254,6 +254,29 @@ def test_products_with_weights_in_blocks_of_any_size(bits, k, block, level):
     np.testing.assert_allclose(found, x @ weight.T, rtol=1e-5, atol=1e-5 * np.abs(weight).max())
 
 
+WRONG = {
+    "block": ("MatMulNBits", {"block_size": 0}, "block_size 0 is no number of columns"),
+    "columns": ("MatMulNBits", {"K": 128}, r"operand 2 has scales of dims \[8\], and \[4, 4\] are needed"),
+    "rows": ("MatMulNBits", {"N": 5}, r"operand 2 has scales of dims \[8\], and \[5, 2\] are needed"),
+    "both": ("MatMulNBits", {"N": 8, "K": 32}, r"operand 1 has dims \[3, 2, 16\], and 8 rows of 32 integers of 4 bits are"),
+    "one row": ("MatMulNBits", {"N": 1, "K": 256}, r"operand 1 has dims \[3, 2, 16\], and 1 rows of 256 integers of 4 bits are"),
+    "table": ("GatherBlockQuantized", {"block_size": -32}, "block_size -32 is no number of columns"),
+    "scales": ("GatherBlockQuantized", {"block_size": 16}, r"operand 2 has scales of dims \[8\], and \[3, 2, 2\] are needed"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_blocks_that_do_not_fit_weights_and_scales_are_refused_with_the_dims_that_are_needed(case):
+    op, attrs, message = WRONG[case]
+    rows = 3 if case in ("both", "one row", "scales") else 4
+    q, table = RNG.integers(0, 256, (rows, 2, 16)).astype(np.uint8), op == "GatherBlockQuantized"
+    x, s = normal(2, attrs.get("K", 64)), np.ones(8, np.float32)
+    inputs = {"w": q, "i": np.array([0]), "s": s} if table else {"x": x, "w": q, "s": s}
+    attrs = {"bits": 4, "block_size": 32, **({"quantize_axis": 2} if table else {"K": 64, "N": 4}), **attrs}
+    with pytest.raises(Unsupported, match=message):
+        rlx.from_onnx(made(op, inputs, attrs, 1, ("w", "s")))
+
+
 def test_weights_of_the_same_integers_with_other_scales_are_apart():
     q, x = RNG.integers(0, 256, (4, 1, 16)).astype(np.uint8), normal(2, 32)
     inputs = {"x": x, "w": q, "s": np.full(4, 0.5, np.float32)}

@@ -7,6 +7,7 @@ whose scales are no f16 numbers is decoded to f32 before the first run, unless t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -180,17 +181,36 @@ def matmul_nbits(n: Call) -> Value:
     x, k, rows, block, bits = n.value(0), n.attr("K"), n.attr("N"), n.attr("block_size"), n.attr("bits", 4)
     if bits not in (2, 4, 8) or n.has(4):
         n.refuse(f"{bits} bits{', reordered by g_idx' if n.has(4) else ''}: 2, 4 or 8 bits in order are supported")
-    scales = n.known(2).reshape(rows, -(-k // block)).astype(np.float32)
+    scales = scales_of(n, 2, rows, blocks_of(n, k, block))
     zeros = np.full(scales.shape, 1 << bits - 1, np.float32) if not n.has(3) else zeros_of(n.known(3), scales, bits)
     raw, level = n.value(1), n.attr("accuracy_level", 0)
-    unpack = lambda: unpacked(n.known(1).reshape(rows, -1), bits)[:, :k]  # noqa: E731
-    w = Weight(named(n, raw, n.value(2)), unpack, scales, zeros, bits, k, block)
+
+    def integers() -> np.ndarray:
+        found = n.known(1)
+        if found.size % rows or found.size * 8 < rows * k * bits:
+            n.refuse(f"operand 1 has dims {list(found.shape)}, and {rows} rows of {k} integers of {bits} bits are needed (N, K)")
+        return unpacked(found.reshape(rows, -1), bits)[:, :k]
+
+    w = Weight(named(n, raw, n.value(2)), integers, scales, zeros, bits, k, block)
     if w.fits(rounded=level >= 2):
         out = product(n, x, w, exact=level != 4)
     else:
         out = ops.matmul(x.astype(x.dtype.compute), decoded(raw, n.value(2), w).T.astype(x.dtype.compute))
     out = out.astype(x.dtype)
     return out + n.value(5).astype(x.dtype) if n.has(5) else out
+
+
+def blocks_of(n: Call, columns: int, block: int) -> int:
+    """The number of blocks of a row."""
+    return -(-columns // block) if block > 0 else n.refuse(f"block_size {block} is no number of columns")
+
+
+def scales_of(n: Call, i: int, *dims: int) -> np.ndarray:
+    """The scales in operand i, f32 of these dims."""
+    found = n.known(i)
+    if found.size != math.prod(dims):
+        n.refuse(f"operand {i} has scales of dims {list(found.shape)}, and {list(dims)} are needed")
+    return found.reshape(dims).astype(np.float32)
 
 
 def zeros_of(zeros: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
@@ -211,7 +231,7 @@ def gather_block_quantized(n: Call) -> Value:
     if bits not in (2, 4, 8) or not (in_bytes or n.element_type(0) in (TensorProto.INT4, TensorProto.UINT4)):
         n.refuse(f"a table of {n.dtype(0)} in {bits} bits is not supported: integers of 2, 4 or 8 bits are")
     columns = n.sizes(0)[-1] * (8 // bits if in_bytes else 1)
-    scales = n.known(2).reshape(*n.sizes(0)[:-1], -(-columns // block)).astype(np.float32)
+    scales = scales_of(n, 2, *n.sizes(0)[:-1], blocks_of(n, columns, block))
     table, name = n.value(0), named(n, n.value(0), n.value(2))
     middle = 1 << bits - 1 if in_bytes or n.dtype(0) == i8 else 0  # that stands for 0
     ids = counted(n.value(1), n.sizes(0)[0])

@@ -44,10 +44,10 @@ def quantised_mixture(n: Call) -> Value:
         n.refuse(f"weights of {own} bits are not supported: of 2, 4 or 8 bits they are")
 
     def product(x: Value, part: int, ends: Value) -> Value:
-        raw, scales = n.value(2 + 3 * part), n.known(3 + 3 * part).astype(np.float32)
+        raw = n.value(2 + 3 * part)
         (experts, rows, _), columns, bits = n.sizes(2 + 3 * part), x.shape.static[1], own[part]
         own_block = max(block, 0) or columns
-        scales = scales.reshape(experts, rows, *([-(-columns // own_block)] if block > 0 else []))
+        scales = blocks.scales_of(n, 3 + 3 * part, experts, rows, *([-(-columns // own_block)] if block > 0 else []))
         zeros = np.full(scales.shape, 1 << bits - 1, np.float32)
         zeros = blocks.zeros_of(n.known(11 + part), scales, bits) if n.has(11 + part) else zeros
         w = blocks.Weight(
@@ -110,4 +110,3 @@ def _activated(n: Call, x: Value, up: Value | None) -> Value:
         return x * ops.sigmoid(x * alpha) * (up + beta)
     out = _ACTIVATIONS["gelu" if gated else name](x)
     return out if up is None else out * up
-
