@@ -41,16 +41,6 @@ def flat(name: str, x: Any) -> Iterable[tuple[str, Any]]:
         yield name, x
 
 
-def sources(x: Value) -> list[Value]:
-    """A value and all that it is computed from."""
-    seen, todo = {x}, [x]
-    for value in todo:
-        fresh = [v for v in value.node.inputs if v not in seen]
-        seen.update(fresh)
-        todo += fresh
-    return todo
-
-
 class Refused(RlxError):
     """A node that cannot be imported; the importer collects all of them into one Unsupported."""
 

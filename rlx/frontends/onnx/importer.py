@@ -16,7 +16,7 @@ import onnx
 
 from rlx.errors import GraphError, RlxError, UnknownNameError, Unsupported, known
 from rlx.frontends.onnx import functions, text
-from rlx.frontends.onnx.call import UNROLLED, Call, NotKnown, Operand, Refused, flat, is_text, sources
+from rlx.frontends.onnx.call import UNROLLED, Call, NotKnown, Operand, Refused, flat, is_text
 from rlx.frontends.onnx.counted import Bound, follow
 from rlx.frontends.onnx.proto import TEXT, Source, as_dtype_or_none, check_dims, dims_of, numpy_type, stored, text_of
 from rlx.frontends.onnx.states import following
@@ -27,7 +27,7 @@ from rlx.ir.dtype import as_dtype
 from rlx.ir.evaluate import evaluate_node
 from rlx.ir.graph import CONSTANT, PARAM, Graph
 from rlx.ir.handle import BufferHandle
-from rlx.ir.node import Node, Value, constant
+from rlx.ir.node import Node, Value, constant, postorder
 from rlx.ir.op import OPS, Kind
 from rlx.ir.shape import Shape
 
@@ -371,11 +371,11 @@ class Importer:
 
     def not_known(self, e: NotKnown) -> None:
         """Records the inputs that a handler needs the contents of, or the control flow that hides them."""
-        found = sources(e.value)
-        if hidden := {self.flows[v.node] for v in found if v.node in self.flows}:
+        found, _ = postorder([e.value])
+        if hidden := {self.flows[n] for n in found if n in self.flows}:
             self.again |= hidden
             return
-        own, needed = set(self.graph.inputs), [v for v in found if not v.node.inputs and v.node.op is not CONSTANT]
+        own, needed = set(self.graph.inputs), [v for n in found if not n.inputs and n.op is not CONSTANT for v in n.results]
         if not needed or not own.issuperset(needed):
             self.refusals.append(f"{e}, and these depend on state or on a value inside a loop")
         for v in own.intersection(needed):
