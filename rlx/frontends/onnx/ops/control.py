@@ -95,10 +95,15 @@ def loop(n: Call) -> tuple[Operand, ...]:
     return _written(n) if made is None else made
 
 
+def _trips(n: Call) -> int | None:
+    """The trip count; None: there is none, or it is known at run time."""
+    limit = n.scope.contents(n.value(0)) if n.has(0) else None
+    return None if limit is None else int(np.asarray(limit).reshape(-1)[0])
+
+
 def _can_count(n: Call) -> bool:
     """True if the loop becomes one of the graph: it is not short, its results have known dims, and the device has loops."""
-    limit = n.scope.contents(n.value(0)) if n.has(0) else None
-    steps = None if limit is None else int(np.asarray(limit).reshape(-1)[0])
+    steps = _trips(n)
     nodes, rows = len(n.attr("body").node), len(n.attr("body").output) - len(n.inputs) + 1
     if (n.has(1) and _flag(n, n.inputs[1]) is False) or not all(map(_is_tensor, n.inputs[2:])):
         return False
@@ -111,8 +116,8 @@ def _counted(n: Call) -> tuple[Value, ...]:
     """The loop as one of the graph. A trip count that is known at run time becomes a part of its test."""
     state = [as_value(n, x) for x in n.inputs[2:]]
     going: Any = _flag(n, n.inputs[1]) if n.has(1) else True
-    limit = n.scope.contents(n.value(0)) if n.has(0) else None
-    trips = n.value(0).reshape(()) if n.has(0) and limit is None else None
+    steps = _trips(n)
+    trips = n.value(0).reshape(()) if n.has(0) and steps is None else None
 
     def body(i: Value, go: Value, *now: Value) -> list[Value]:
         made = n.subgraph("body", [i, np.array(True), *_like(n, now, state)])
@@ -122,7 +127,6 @@ def _counted(n: Call) -> tuple[Value, ...]:
 
     if trips is not None:
         going = ops.less(0, trips) if going is True else ops.logical_and(going, ops.less(0, trips))
-    steps = None if limit is None else int(np.asarray(limit).reshape(-1)[0])
     carried, rows, count = functions.counted_loop(body, *(_whole(n, x) for x in state), limit=steps, go=going)
     n.scope.importer.flow(count, n.where)
     if count.node.attrs.tests:  # type: ignore[union-attr]

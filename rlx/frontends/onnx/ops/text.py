@@ -106,7 +106,7 @@ def _weighted(n: Call, found: list[Counter[int]], columns: int) -> np.ndarray:
 # -- from and to numbers -------------------------------------------------------------------------------------------------
 
 
-_KINDS = {"strings": ("", "_Unused", object), "int64s": ("int64", -1, np.int64), "floats": ("float", -0.0, np.float32)}
+_KINDS = {"string": ("_Unused", object), "int64": (-1, np.int64), "float": (-0.0, np.float32)}
 
 
 @handler("LabelEncoder", since=2, domain="ai.onnx.ml")
@@ -129,9 +129,9 @@ def _list(n: Call, name: str) -> tuple[list[Any], Any, Any]:
         array, kind = n.attr(f"{name}_tensor"), n.attr("default_tensor", None)
         unset = "_Unused" if is_text(array) else -1 if array.dtype.kind in "iu" else -0.0
         return array.reshape(-1).tolist(), unset if kind is None else kind.reshape(-1)[0], array.dtype
-    for suffix, (default, unset, dtype) in _KINDS.items():
-        if f"{name}_{suffix}" in n.attrs:
-            return list(n.attr(f"{name}_{suffix}")), n.attr(f"default_{default or 'string'}", unset), dtype
+    for element, (unset, dtype) in _KINDS.items():
+        if f"{name}_{element}s" in n.attrs:
+            return list(n.attr(f"{name}_{element}s")), n.attr(f"default_{element}", unset), dtype
     n.refuse(f"it has no {name}_strings, {name}_int64s, {name}_floats or {name}_tensor")
 
 
