@@ -147,6 +147,20 @@ def test_bench_times_artifacts_of_graphs(file, tmp_path, capsys):
     facts = json.loads(says(capsys, "bench", tmp_path / "net.rlx", "--seconds", "0", "--json"))
     assert facts["results"][0]["what"] == "run on x f32[2,40]"
     assert "runs/s" in says(capsys, "bench", tmp_path / "net.rlx", "--seconds", "0")
+    said = says(capsys, "bench", tmp_path / "net.rlx", "--batch", 8, fails=True)
+    assert "--batch: the sizes of" in said and "are those that it was saved with" in said
+    for command in ("bench", "run"):
+        assert "--tune is for compiles" in says(capsys, command, tmp_path / "net.rlx", "--tune", 1, fails=True)
+
+
+def test_inspect_shows_initialisers_that_are_text(tmp_path, capsys):
+    made = helper.make_tensor("stops", onnx.TensorProto.STRING, [2], ["a", "bé"])
+    net = parsed("agraph (string[n] x) => (string[n] y) { y = StringConcat(x, stops) }")
+    net.graph.initializer.append(made)
+    onnx.save(net, tmp_path / "t.onnx")
+    out = says(capsys, "inspect", tmp_path / "t.onnx", "--params")
+    (row,) = (line.split() for line in out.partition("tensors")[2].splitlines() if "stops" in line)
+    assert [cell for cell in row if cell != "│"] == ["stops", "text", "text", "2", "4", "bytes"]
 
 
 def test_inspect_verify_bench_and_explain_take_onnx_models(file, tmp_path, capsys):

@@ -79,13 +79,15 @@ def bench(
         begun = time.perf_counter()
         session = Session(device, progress=bars.step)
         options = CompileOptions(threads=threads, tune=tune)
+        given_for_text = {"--batch": batch != 1, "--length": length != 128, "--new-tokens": new_tokens != 64}
         if model.suffix == ".onnx":
-            sized_by_dims(model, {"--batch": batch != 1, "--length": length != 128, "--new-tokens": new_tokens != 64})
+            sized_by_dims(model, given_for_text)
             net, inputs = open_onnx(model, bars, given, dim, True, device, threads, tune)
             loaded = time.perf_counter() - begun
             prepared = _graph(net.executable(inputs), inputs)
         elif holds_graphs(model):
-            compiled = stored(model, None, device, threads)
+            sized_by_dims(model, given_for_text)
+            compiled = stored(model, None, device, threads, tune)
             loaded = time.perf_counter() - begun
             prepared = _graph(compiled, arrays({d.name: d.shape for d in compiled.inputs}, given, dim))
         else:

@@ -16,10 +16,13 @@ from rlx.cli.progress import Bars
 from rlx.errors import CorruptFileError, OptionError, RlxError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from rlx.frontends.embedding import EmbeddingModel
     from rlx.frontends.language import LanguageModel
     from rlx.ir.graph import Graph
 
+Tensor = tuple[str, str, str, tuple[int, ...], int]  # name, format in the file and in memory, dims, bytes in the file
 SHAPES = ((1, 16), (1, 128), (32, 128))  # rows and tokens, of encoders
 CHUNKS = (1, 32, 512)  # tokens, of language models
 
@@ -70,9 +73,6 @@ def _onnx(path: Path, dim: list[str] | None, given: list[str] | None, params: bo
     net = load(path)
     proto, weights = net.proto, net.initialisers()
     check_dims(sizes(dim), (i.shape for i in net.inputs))
-    from rlx.frontends.onnx.proto import stored
-    from rlx.ir.dtype import as_dtype
-
     opsets = ", ".join(f"{o.domain or 'ai.onnx'} {o.version}" for o in proto.opset_import)
     made = f", made by {proto.producer_name} {proto.producer_version}".rstrip() if proto.producer_name else ""
     print(o.printable(f"{path}: ONNX model of IR version {proto.ir_version}, opsets {opsets}{made}"))
@@ -81,8 +81,7 @@ def _onnx(path: Path, dim: list[str] | None, given: list[str] | None, params: bo
         print(o.printable(f"  {label}: " + ", ".join(shown)))
     ops = Counter(n.op_type for n in proto.graph.node)
     print(o.printable("  nodes: " + ", ".join(f"{count} {name}" for name, count in ops.most_common())))
-    rows = [(n, a.dtype.name, as_dtype(stored(a.dtype)).name, a.shape, a.nbytes) for n, a in weights.items()]
-    _weights(rows, params)
+    _weights([_initialiser(name, array) for name, array in weights.items()], params)
     if not compiled:
         return []
     try:
@@ -92,6 +91,15 @@ def _onnx(path: Path, dim: list[str] | None, given: list[str] | None, params: bo
             raise
         print(o.printable(f"the program that it would become is not shown: {e}"))
         return []
+
+
+def _initialiser(name: str, array: np.ndarray) -> Tensor:
+    from rlx.frontends.onnx.proto import TEXT, stored
+    from rlx.ir.dtype import as_dtype
+
+    if array.dtype == TEXT:
+        return name, "text", "text", array.shape, sum(len(text.encode()) for text in array.flat)
+    return name, array.dtype.name, as_dtype(stored(array.dtype)).name, array.shape, array.nbytes
 
 
 def _encoder(model: EmbeddingModel, params: bool) -> list[Graph]:
@@ -136,8 +144,7 @@ def _facts(title: str, facts: Iterable[tuple[str, object]]) -> None:
     print(o.printable(f"  {title}: " + ", ".join(texts)))
 
 
-def _weights(rows: Sequence[tuple[str, str, str, tuple[int, ...], int]], each: bool) -> None:
-    """`rows`: name, dtype or block format in the file and in memory, dims, bytes in the file."""
+def _weights(rows: Sequence[Tensor], each: bool) -> None:
     from rlx.cli import show
     from rlx.ir.shown import sized
 

@@ -61,12 +61,10 @@ def run(
     of_file = begins_with(model)
     if graph is not None and not of_file:
         raise OptionError(f"--graph is for artifact files, and {model} is none")
-    if tune and of_file:
-        raise OptionError(f"--tune is for compiles, and {model} is an artifact file, whose programs are compiled")
     begun = time.perf_counter()
     with Bars() as bars:
         if of_file:
-            opened = stored(model, graph, device, threads)
+            opened = stored(model, graph, device, threads, tune)
             inputs = arrays({d.name: d.shape for d in opened.inputs}, given, dim, random, seed)
             compiled: CompiledGraph | None = opened
             loaded = time.perf_counter()
@@ -127,11 +125,13 @@ def holds_graphs(path: Path) -> bool:
     return begins_with(path) and Container(path, trust=True).manifest.get("kind") == GRAPHS  # nothing in it is executed
 
 
-def stored(path: Path, name: str | None, device: str, threads: int | None) -> CompiledGraph:
+def stored(path: Path, name: str | None, device: str, threads: int | None, tune: float) -> CompiledGraph:
     """The graph of an artifact file, or that of this name."""
     from rlx.runtime.artifact import ArtifactFile
     from rlx.runtime.saving import GRAPHS
 
+    if tune:
+        raise OptionError(f"--tune is for compiles, and {path} is an artifact file, whose programs are compiled")
     file = ArtifactFile(path, device=None if device == "cpu" else device, threads=threads)
     if file.kind != GRAPHS:
         raise Unsupported(f"{path} holds a model that takes text: rlx embed or rlx generate runs it")
@@ -164,9 +164,10 @@ def open_onnx(
 
 
 def sized_by_dims(path: Path, given: Mapping[str, bool]) -> None:
-    """OptionError: an option was given that is for models of text."""
+    """OptionError: an option was given that is for models of text. `path`: an .onnx file, or an artifact file of graphs."""
     if wrong := [option for option, is_given in given.items() if is_given]:
-        raise OptionError(f"{', '.join(wrong)}: the sizes of {path} are given by --dim")
+        how = "given by --dim" if path.suffix == ".onnx" else "those that it was saved with"
+        raise OptionError(f"{', '.join(wrong)}: the sizes of {path} are {how}")
 
 
 def declared(net: OnnxModel, given: list[str] | None = None) -> dict[str, Shape | None]:
