@@ -15,6 +15,8 @@ import rlx
 from rlx.backends.cpu.backend import with_natives
 from rlx.backends.cpu.target import target_for
 from rlx.compiler import lower
+from rlx.compiler.compilation import Compilation
+from rlx.compiler.precision import precision
 from rlx.errors import AttributeValueError, DTypeError, RlxError, ShapeError
 from rlx.ir.dtype import DTYPES, as_dtype
 from rlx.ir.evaluate import evaluate
@@ -474,7 +476,8 @@ def test_a_dequantised_value_is_computed_where_it_is_added() -> None:
     ids=str,
 )
 def test_images_of_three_channels_are_read_in_whole_pixels(attrs: dict[str, Any], dtypes: tuple[str, str]) -> None:
-    """With a fourth channel of zeros, and windows as wide as one step of the target's products, which reads them in place."""
+    """With a fourth channel of zeros, and windows of bytes as wide as one step of the target's products, which read them in
+    place."""
     rng = np.random.default_rng(0)
     last = attrs.get("channels_last", False)
     x = array(rng, (2, 19, 23, 3) if last else (2, 3, 19, 23), dtypes[0])
@@ -489,7 +492,25 @@ def test_images_of_three_channels_are_read_in_whole_pixels(attrs: dict[str, Any]
     np.testing.assert_allclose(found.astype(want.dtype), want, atol=0 if dtypes[0] == "u8" else 0.02 * np.abs(want).max())
     program = lower(g, with_natives(AMX), options)
     (a,) = (s.kernel.body[0].a for s in program.steps if isinstance(s.kernel.body[0], Contract))
-    assert isinstance(a, Operand) and a.col_levels[0][0] == (64 if dtypes[0] == "u8" else 32)
+    assert isinstance(a, Operand) and a.col_levels[0][0] == (64 if dtypes[0] == "u8" else 4 * w.shape[1 if last else 3])
+
+
+@pytest.mark.parametrize("size", [3, 5, 7])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_an_infinite_pixel_is_in_its_windows_alone(dtype: str, size: int) -> None:
+    """Channels and pixels that the compiler adds have weights of 0, and 0 times an infinite number is NaN."""
+    rng, side = np.random.default_rng(0), (0, 1, 1, 0)
+    x, w = array(rng, (1, 9, 24, 3), dtype), array(rng, (size, size, 3, 32), dtype)
+    x[0, 4, 12, 1] = np.inf
+    options = rlx.CompileOptions(precision="bf16" if dtype == "f32" else "f32")
+    for value in (0.0, -np.inf):
+        g = rlx.Graph("image")
+        image = rlx.pad(g.input("x", x.shape, dtype), low=side, high=side, value=value)
+        g.set_outputs([rlx.conv(image, g.param("w", w.shape, dtype), channels_last=True)])
+        made = precision(g, Compilation(with_natives(AMX), options))
+        assert any(v.dims[-1] == 4 for n in made.nodes() for v in n.inputs)
+        found, want = (np.isfinite(evaluate(graph, {"x": x}, {"w": w})[0][0]) for graph in (made, g))
+        np.testing.assert_array_equal(found, want)
 
 
 def test_bytes_are_pooled_before_they_are_dequantised() -> None:

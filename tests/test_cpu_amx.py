@@ -210,10 +210,14 @@ def test_windows_are_read_where_they_lie(emulator: Emulator, shape: tuple[int, .
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("shape", "step"), [((1, 2, 17, 24, 40, 3, 1), 12), ((2, 3, 14, 16, 33, 3, 3, 2), 12), ((1, 9, 30, 40, 24, 1, 1), 10)]
-)
+    ("shape", "step"),
+    [
+        ((1, 2, 17, 24, 40, 3, 1), 12), ((2, 3, 14, 16, 33, 3, 3, 2), 12), ((1, 9, 30, 40, 24, 1, 1), 10),
+        ((1, 9, 40, 4, 40, 3, 3), 6),
+    ],
+)  # fmt: skip
 def test_steps_are_as_long_as_divides_the_depth(emulator: Emulator, shape: tuple[int, ...], step: int, kind: str) -> None:
-    """From half of what an instruction sums on: also runs of elements of windows are whole steps."""
+    """From six groups on: also runs of elements of windows are whole steps."""
     target, channels = with_amx(), shape[3] * (2 if kind == "u8 i8" else 1)
     kernel = windows.convolution(windows.Shape(*shape[:3], channels, *shape[4:]), target, KINDS[kind])
     assert windows.plan_of(kernel, target).matrix == step

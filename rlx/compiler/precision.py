@@ -128,8 +128,8 @@ def _moves_images(node: Node) -> bool:
 
 
 def _whole_pixels(node: Node, compilation: Compilation, narrow: DType | None) -> Node | None:
-    """A convolution of images of three channels with a fourth one of zeros, and with windows as wide as the target's products sum
-    at a time, so that they are read where they lie. None: it is another, or the target has no such products."""
+    """A convolution of images of three channels with a fourth one of zeros, so that windows are read where they lie: those of
+    integers as wide as the target's products sum at a time. None: it is another, or the target has no such products."""
     (x, w, *bias), attrs = node.inputs, node.attrs
     assert isinstance(attrs, ConvAttrs)
     if not attrs.channels_last or attrs.groups > 1 or x.dims[-1] != 3 or attrs.each("dilation", x.rank - 2)[-1] > 1:
@@ -139,7 +139,8 @@ def _whole_pixels(node: Node, compilation: Compilation, narrow: DType | None) ->
     step = compilation.target.step("u8 i8" if (dtype, w.dtype) == (u8, i8) else dtype.name)
     if w.shape.num_elements * (step - 1) < FEWEST_PRODUCTS or not compilation.is_static(w.node):
         return None
-    more, spatial = -w.shape.static[-3] % max(1, step // 4), x.rank - 2
+    spatial, whole = x.rank - 2, dtype.is_int  # a weight of 0 times an infinite pixel would be NaN
+    more = -w.shape.static[-3] % max(1, step // 4) if whole else 0
     low, high = ([0, *attrs.each(name, spatial), 0] for name in ("low", "high"))
     high[-2:] = high[-2] + more, 1
     axes = tuple(range(x.rank))
@@ -147,7 +148,7 @@ def _whole_pixels(node: Node, compilation: Compilation, narrow: DType | None) ->
         axes, x = x.node.attrs.axes, x.node.inputs[0]  # type: ignore[union-attr]
     low, high = ([side[axes.index(axis)] for axis in range(x.rank)] for side in (low, high))
     value = 0.0
-    if isinstance(given := x.node.attrs, PadAttrs) and (given.value == 0 or not any(attrs.low + attrs.high)):
+    if isinstance(given := x.node.attrs, PadAttrs) and (given.value == 0 or (whole and not any(attrs.low + attrs.high))):
         value = given.value
         low, high = ([a + b for a, b in zip(*sides)] for sides in ((low, given.low), (high, given.high)))
         x = x.node.inputs[0]

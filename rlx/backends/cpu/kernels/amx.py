@@ -14,6 +14,7 @@ from rlx.backends.cpu.kernels.tile import Layout, prefetch
 from rlx.host.emit import Emitter, V
 
 SIDE = 16  # rows of a block; its columns, of 4 bytes; groups that one instruction sums over
+LEAST_STEP = 6  # groups; a step takes as long as one of 16. Windows of three pixels with four channels of bf16 are runs of 6
 FEATURES = {2: ("amx-bf16", "tdpbf16ps"), 4: ("amx-int8", "tdpbusd")}  # elements in a group -> feature, instruction
 CONFIG_BYTES = 64
 BLOCK = SIDE * 4 * SIDE  # bytes
@@ -22,11 +23,11 @@ SUMS, A, B = ((0, 1), (2, 3)), (4, 5), (6, 7)  # registers
 
 
 def step_of(features: tuple[str, ...], group: int, depth: int) -> int:
-    """Groups of this size that an instruction sums on a target with these features, at least half of what it could: the depth is
-    whole steps. 0: there is no such step, or no AMX."""
+    """Groups of this size that an instruction sums on a target with these features, at least LEAST_STEP: the depth is whole
+    steps. 0: there is no such step, or no AMX."""
     has = group in FEATURES and {"amx-tile", FEATURES[group][0]} <= set(features)
     whole = has and depth > 0 and depth % group == 0
-    return next((n for n in range(SIDE, SIDE // 2 - 1, -1) if whole and depth // group % n == 0), 0)
+    return next((n for n in range(SIDE, LEAST_STEP - 1, -1) if whole and depth // group % n == 0), 0)
 
 
 def usable(features: tuple[str, ...], group: int, depth: int) -> bool:
