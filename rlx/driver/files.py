@@ -140,12 +140,18 @@ def in_memory(array: np.ndarray) -> np.ndarray:
 
 def drop_pages(array: np.ndarray) -> None:
     """Give back the memory of a mapped file's pages that hold this array. Pages that are touched later are read again."""
-    found: object = array
-    while found is not None and not isinstance(found, mmap.mmap):
-        found = found.obj if isinstance(found, memoryview) else getattr(found, "base", None)
+    found = map_of(array)
     if found is not None and (place := mapping(array)) is not None and hasattr(mmap, "MADV_DONTNEED"):
         first = place[1] // mmap.PAGESIZE * mmap.PAGESIZE
         found.madvise(mmap.MADV_DONTNEED, first, place[1] + place[2] - first)
+
+
+def map_of(array: np.ndarray) -> mmap.mmap | None:
+    """The memory map that contains an array, or None."""
+    base: object = array
+    while base is not None and not isinstance(base, mmap.mmap):
+        base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
+    return base
 
 
 def in_threads(jobs: Sequence[Callable[[], None]], threads: int) -> None:
@@ -174,5 +180,6 @@ def in_threads(jobs: Sequence[Callable[[], None]], threads: int) -> None:
 
 
 __all__ = [
-    "Mapped", "check", "check_same", "copy", "drop_pages", "in_memory", "in_threads", "map_file", "mapping", "read", "register",
+    "Mapped", "check", "check_same", "copy", "drop_pages", "in_memory", "in_threads", "map_file", "map_of", "mapping", "read",
+    "register",
 ]  # fmt: skip

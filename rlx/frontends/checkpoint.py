@@ -25,7 +25,7 @@ from rlx.frontends.weights import read_json, read_weights
 from rlx.ir.blocks import FORMATS
 from rlx.ir.dtype import DTYPES, as_dtype
 from rlx.ir.placement import Split
-from rlx.runtime import in_memory
+from rlx.runtime import in_memory, map_of
 
 FLOATS = ("f32", "bf16", "f16")
 CHUNK = 1 << 18  # elements converted at once: bounds the temporary memory
@@ -61,7 +61,8 @@ class Checkpoint:
         found = self._read_gguf() if self.path.is_file() else self._read_folder()
         if self.config.tied:
             found.pop("lm_head.weight", None)
-        self._mappings = {m for t in found.values() if (m := _mapping(t.data)) is not None}
+        over = (t.data.data if isinstance(t.data, Scaled) else t.data for t in found.values())
+        self._mappings = {m for array in over if (m := map_of(array)) is not None}
         self._turned: set[str] = set()  # tensors whose data is that of the transposed matrix
         self.tensors = {n: t for name, tensor in found.items() for n, t in self._apart(name, tensor)}
         self.formats = {n: self._format(n, t) for n, t in self.tensors.items() if len(t.shape) == 2 and "positions" not in n}
@@ -287,11 +288,3 @@ def _columns(t: GgufTensor, low: int, high: int) -> GgufTensor:
     packed = FORMATS.get(t.type)
     at = [x // packed.block * packed.nbytes if packed else x for x in (low, high)]
     return GgufTensor((t.shape[0], high - low), t.type, t.data[:, at[0] : at[1]])
-
-
-def _mapping(array: np.ndarray | Scaled) -> mmap.mmap | None:
-    """The mapped file that contains an array, or None."""
-    base: object = array.data if isinstance(array, Scaled) else array
-    while base is not None and not isinstance(base, mmap.mmap):
-        base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
-    return base

@@ -11,7 +11,7 @@ from rlx.driver import (  # isort: skip
     reduce_scatter,
 )  # fmt: skip
 from rlx.driver.experts import ExpertSource, ExpertTiers
-from rlx.driver.files import drop_pages, in_memory, map_file
+from rlx.driver.files import drop_pages, in_memory, map_file, map_of
 from rlx.driver.handles import HandleStore, Snapshot
 
 from rlx.errors import (  # isort: skip
@@ -57,6 +57,6 @@ __all__ = [
     "Session", "ShmTransport", "Snapshot", "StaleViewError", "SymmetricBuffer", "SymmetricHeap", "SymmetricTransport",
     "SyncStream", "TransferError", "TransportError", "UnboundDimError", "UnknownDeviceError", "UnknownNameError",
     "UnknownRankError", "Unsupported", "UntrustedFileError", "VerifyError", "agreed", "all_gather", "all_reduce",
-    "all_to_all", "available", "broadcast", "connect", "drop_pages", "in_memory", "is_available", "map_file", "of_first",
-    "partition", "power_of_two_ladder", "reduce_scatter",
+    "all_to_all", "available", "broadcast", "connect", "drop_pages", "in_memory", "is_available", "map_file", "map_of",
+    "of_first", "partition", "power_of_two_ladder", "reduce_scatter",
 ]  # fmt: skip
