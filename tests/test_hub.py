@@ -71,7 +71,7 @@ def test_a_folder_here_comes_first(cache, tmp_path):
     assert model_path("org/net") == Path("org/net")
 
 
-NO_NAMES = ("no/such/folder", "net", "models/net.gguf", "../org/net", "/org/net", "org/net/x.bin", "org/../x")
+NO_NAMES = ("no/such/folder", "net", "models/net.gguf", "mini/model.onnx", "../org/net", "/org/net", "org/net/x.bin", "org/../x")
 
 
 @pytest.mark.parametrize("path", NO_NAMES)
