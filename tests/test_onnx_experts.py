@@ -166,3 +166,17 @@ def test_a_bias_that_does_not_fit_the_experts_is_refused(dims):
     inputs = {"x": normal(3, 8), "r": normal(3, 4), "w1": normal(4, 6, 8), "b1": normal(*dims), "w2": normal(4, 8, 6)}
     with pytest.raises(Unsupported, match=r"bias of fc1, has dims .* and \[4, 6\] are needed"):
         rlx.from_onnx(made("MoE", inputs, {"k": 2}))
+
+
+@pytest.mark.parametrize("wrong,message", [
+    ({"w0": np.zeros((2, 6, 8), np.uint8)}, r"operand 2 has weights of dims \[2, 6, 8\], and \[2, 6, 4\] are needed"),
+    ({"z0": np.zeros((2, 6), np.uint8)}, r"operand 11 has zero points of dims \[2, 6\], and \[2, 3\] are needed"),
+    ({"s0": np.ones((2, 8), np.float32)}, r"operand 3 has scales of dims \[2, 8\], and \[2, 6\] are needed"),
+])  # fmt: skip
+def test_quantised_experts_that_do_not_fit_are_refused_with_the_dims_that_are_needed(wrong, message):
+    inputs = {"x": normal(3, 8), "r": normal(3, 2), "w0": np.zeros((2, 6, 4), np.uint8), "s0": np.ones((2, 6), np.float32)}
+    inputs |= {"b0": None, "w1": np.zeros((2, 8, 3), np.uint8), "s1": np.ones((2, 8), np.float32)}
+    inputs |= dict.fromkeys(("b1", "w2", "s2", "b2", "z0"))
+    assert OnnxModel(made("QMoE", inputs, {"k": 2}))(inputs["x"], inputs["r"]).shape == (3, 8)
+    with pytest.raises(Unsupported, match=message):
+        rlx.from_onnx(made("QMoE", inputs | wrong, {"k": 2}))

@@ -239,18 +239,22 @@ def test_products_with_weights_in_blocks_read_packed_weights(bits, zeros, level)
     assert ("dequant_matmul" in ops) == (level == 2)
 
 
-@pytest.mark.parametrize("bits,k,block,level", [(4, 160, 128, 0), (2, 64, 32, 0), (4, 48, 16, 2), (8, 40, 64, 4)])
-def test_products_with_weights_in_blocks_of_any_size(bits, k, block, level):
+@pytest.mark.parametrize("bits,k,block,level,zeros", [
+    (4, 160, 128, 0, False), (2, 64, 32, 0, False), (4, 48, 16, 2, False), (8, 40, 64, 4, False), (4, 80, 32, 2, True),
+    (8, 40, 128, 2, True),
+])  # fmt: skip
+def test_products_with_weights_in_blocks_of_any_size(bits, k, block, level, zeros):
     n, groups = 6, -(-k // block)
     q = RNG.integers(0, 1 << bits, (n, groups * block)).astype(np.uint8)
     scales = RNG.uniform(1, 2, (n, groups)).astype(np.float16).astype(np.float32)
     scales = scales if level != 4 else scales * np.float32(1e-9)  # too small for f16
     raw = sum(q[:, i :: 8 // bits].astype(int) << i * bits for i in range(8 // bits)).astype(np.uint8)
-    weight = ((q.astype(np.float64) - (1 << bits - 1)) * np.repeat(scales, block, 1))[:, :k]
+    zero = RNG.uniform(0, 1 << bits, (n, groups)).astype(np.float32) if zeros else np.full((n, groups), 1 << bits - 1, np.float32)
+    weight = ((q.astype(np.float64) - np.repeat(zero, block, 1)) * np.repeat(scales, block, 1))[:, :k]
     x = normal(3, k)
-    inputs = {"x": x, "w": raw.reshape(n, groups, -1), "s": scales.reshape(-1)}
+    inputs = {"x": x, "w": raw.reshape(n, groups, -1), "s": scales.reshape(-1)} | ({"z": zero} if zeros else {})
     attrs = {"K": k, "N": n, "bits": bits, "block_size": block, "accuracy_level": level}
-    found = OnnxModel(made("MatMulNBits", inputs, attrs, 1, ("w", "s")))(x)
+    found = OnnxModel(made("MatMulNBits", inputs, attrs, 1, tuple(inputs)[1:]))(x)
     np.testing.assert_allclose(found, x @ weight.T, rtol=1e-5, atol=1e-5 * np.abs(weight).max())
 
 
@@ -262,6 +266,9 @@ WRONG = {
     "one row": ("MatMulNBits", {"N": 1, "K": 256}, r"operand 1 has dims \[3, 2, 16\], and 1 rows of 256 integers of 4 bits are"),
     "table": ("GatherBlockQuantized", {"block_size": -32}, "block_size -32 is no number of columns"),
     "scales": ("GatherBlockQuantized", {"block_size": 16}, r"operand 2 has scales of dims \[8\], and \[3, 2, 2\] are needed"),
+    "axis": ("GatherBlockQuantized", {"quantize_axis": 5}, "quantize_axis 5 is out of range for 3 dims"),
+    "zeros": ("MatMulNBits", {}, r"operand 3 has zero points of dims \[8\], and \[4, 1\] are needed"),
+    "zeros of rows": ("GatherBlockQuantized", {}, r"operand 3 has zero points of dims \[4\], and \[4, 2, 1\] are needed"),
 }
 
 
@@ -272,9 +279,10 @@ def test_blocks_that_do_not_fit_weights_and_scales_are_refused_with_the_dims_tha
     q, table = RNG.integers(0, 256, (rows, 2, 16)).astype(np.uint8), op == "GatherBlockQuantized"
     x, s = normal(2, attrs.get("K", 64)), np.ones(8, np.float32)
     inputs = {"w": q, "i": np.array([0]), "s": s} if table else {"x": x, "w": q, "s": s}
+    inputs |= {"z": np.zeros(4 if table else 8, np.uint8)} if "zeros" in case else {}
     attrs = {"bits": 4, "block_size": 32, **({"quantize_axis": 2} if table else {"K": 64, "N": 4}), **attrs}
     with pytest.raises(Unsupported, match=message):
-        rlx.from_onnx(made(op, inputs, attrs, 1, ("w", "s")))
+        rlx.from_onnx(made(op, inputs, attrs, 1, [name for name in inputs if name not in "xi"]))
 
 
 def test_weights_of_the_same_integers_with_other_scales_are_apart():

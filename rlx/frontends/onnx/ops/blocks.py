@@ -131,7 +131,7 @@ def block_sums(x: Value, w: Weight) -> Value:
     """x [..., columns] summed over the columns of each block, in the dtype of sums."""
     groups = w.scales.shape[1]
     x, short = x.astype(x.dtype.compute), groups * w.block - w.columns
-    x = ops.pad(x, low=0, high=(0,) * (x.rank - 1) + (short,)) if short else x
+    x = ops.pad(x, low=(0,) * x.rank, high=(0,) * (x.rank - 1) + (short,)) if short else x
     return ops.sum(x.reshape((*x.dims[:-1], groups, w.block)), axis=-1)
 
 
@@ -182,8 +182,7 @@ def matmul_nbits(n: Call) -> Value:
     if bits not in (2, 4, 8) or n.has(4):
         n.refuse(f"{bits} bits{', reordered by g_idx' if n.has(4) else ''}: 2, 4 or 8 bits in order are supported")
     scales = scales_of(n, 2, rows, blocks_of(n, k, block))
-    zeros = np.full(scales.shape, 1 << bits - 1, np.float32) if not n.has(3) else zeros_of(n.known(3), scales, bits)
-    raw, level = n.value(1), n.attr("accuracy_level", 0)
+    zeros, raw, level = zeros_of(n, 3, scales, bits), n.value(1), n.attr("accuracy_level", 0)
 
     def integers() -> np.ndarray:
         found = n.known(1)
@@ -207,17 +206,30 @@ def blocks_of(n: Call, columns: int, block: int) -> int:
 
 def scales_of(n: Call, i: int, *dims: int) -> np.ndarray:
     """The scales in operand i, f32 of these dims."""
-    found = n.known(i)
-    if found.size != math.prod(dims):
-        n.refuse(f"operand {i} has scales of dims {list(found.shape)}, and {list(dims)} are needed")
-    return found.reshape(dims).astype(np.float32)
+    check_dims(n, i, "scales", dims)
+    return n.known(i).reshape(dims).astype(np.float32)
 
 
-def zeros_of(zeros: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
-    """Zero points with the dims of the scales, from bytes in which each row begins anew."""
-    if zeros.dtype == np.uint8:
-        zeros = unpacked(zeros.reshape(*scales.shape[:-1], -1), bits)[..., : scales.shape[-1]]
-    return zeros.reshape(scales.shape).astype(np.float32)
+def zeros_of(n: Call, i: int, scales: np.ndarray, bits: int) -> np.ndarray:
+    """The zero points in operand i, f32 with the dims of the scales: numbers, or bytes in which each row begins anew. If they are
+    left out, the middle."""
+    if not n.has(i):
+        return np.full(scales.shape, 1 << bits - 1, np.float32)
+    found, in_bytes = n.known(i), n.element_type(i) == TensorProto.UINT8
+    check_dims(n, i, "zero points", dims := in_whole_bytes(scales.shape, bits) if in_bytes else scales.shape)
+    found = unpacked(found.reshape(dims), bits)[..., : scales.shape[-1]] if in_bytes else found.reshape(dims)
+    return found.astype(np.float32)
+
+
+def in_whole_bytes(dims: tuple[int, ...], bits: int) -> tuple[int, ...]:
+    """The dims of rows of integers in bytes."""
+    return *dims[:-1], -(-dims[-1] * bits // 8)
+
+
+def check_dims(n: Call, i: int, what: str, dims: tuple[int, ...]) -> None:
+    """Refuses operand i if it does not have as many elements."""
+    if math.prod(n.sizes(i)) != math.prod(dims):
+        n.refuse(f"operand {i} has {what} of dims {list(n.sizes(i))}, and {list(dims)} are needed")
 
 
 @handler("GatherBlockQuantized", domain=MS)
@@ -226,7 +238,7 @@ def gather_block_quantized(n: Call) -> Value:
     block, width, in_bytes = n.attr("block_size", 128), n.rank(0), n.element_type(0) == TensorProto.UINT8
     bits = n.attr("bits", 4)
     bits = bits if in_bytes else 4
-    if n.attr("gather_axis", 0) or n.attr("quantize_axis", 1) % width != width - 1:
+    if n.axis(0, name="gather_axis") or n.axis(1, name="quantize_axis") != width - 1:
         n.refuse("rows are gathered along axis 0 of a table that is quantised along its last axis")
     if bits not in (2, 4, 8) or not (in_bytes or n.element_type(0) in (TensorProto.INT4, TensorProto.UINT4)):
         n.refuse(f"a table of {n.dtype(0)} in {bits} bits is not supported: integers of 2, 4 or 8 bits are")
@@ -244,10 +256,11 @@ def gather_block_quantized(n: Call) -> Value:
         return rows.astype(n.dtype(2))
     if not in_bytes:
         table = param(n, f"{name}.bytes", lambda: _nibbles(integers()))
-    q, scale = (ops.gather(v, ids) for v in (table, n.value(2)))
+    q, scale = (ops.gather(v, ids) for v in (table, n.value(2).reshape(scales.shape)))
     q, zero = of_bytes(q, bits)[..., :columns].astype(f32), constant(middle, f32)
     if n.has(3):
-        least = ops.gather(n.value(3), ids)
+        check_dims(n, 3, "zero points", dims := in_whole_bytes(scales.shape, bits) if in_bytes else scales.shape)
+        least = ops.gather(n.value(3).reshape(dims), ids)
         zero = of_bytes(least, bits)[..., : scales.shape[-1]].astype(f32) if in_bytes else least.astype(f32) + middle
         zero = spread(zero, q, q.rank - 1, block)
     return ((q - zero) * spread(scale, q, q.rank - 1, block).astype(f32)).astype(n.dtype(2))

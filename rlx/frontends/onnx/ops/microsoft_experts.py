@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import numpy as np
-
 from rlx.frontends.onnx.call import Call
 from rlx.frontends.onnx.ops import blocks
 from rlx.frontends.onnx.ops.shape import elements, known_dim
@@ -48,8 +46,8 @@ def quantised_mixture(n: Call) -> Value:
         (experts, rows, _), columns, bits = n.sizes(2 + 3 * part), x.shape.static[1], own[part]
         own_block = max(block, 0) or columns
         scales = blocks.scales_of(n, 3 + 3 * part, experts, rows, *([-(-columns // own_block)] if block > 0 else []))
-        zeros = np.full(scales.shape, 1 << bits - 1, np.float32)
-        zeros = blocks.zeros_of(n.known(11 + part), scales, bits) if n.has(11 + part) else zeros
+        zeros = blocks.zeros_of(n, 11 + part, scales, bits)
+        blocks.check_dims(n, 2 + 3 * part, "weights", blocks.in_whole_bytes((experts, rows, columns), bits))
         w = blocks.Weight(
             blocks.named(n, raw, n.value(3 + 3 * part)),
             lambda: blocks.unpacked(n.known(2 + 3 * part), bits).reshape(experts * rows, -1)[:, :columns],
