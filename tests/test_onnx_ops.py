@@ -14,6 +14,7 @@ onnx = pytest.importorskip("onnx")
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 from onnx.reference import ReferenceEvaluator  # noqa: E402
 
+from rlx.errors import Unsupported  # noqa: E402
 from rlx.frontends.onnx import from_onnx  # noqa: E402
 from rlx.frontends.onnx.model import OnnxModel  # noqa: E402
 
@@ -365,3 +366,14 @@ def test_gradients_are_those_of_torch() -> None:
     y.sum().backward()
     for found, expected in zip(OnnxModel(model)(*given), (y, a.grad, b.grad, c.grad)):
         np.testing.assert_allclose(found, expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("graph,why", [
+    ("(float[4] a) => (float[4] d) { b, c = Split <num_outputs = 2> (a)  y = Mul (c, c)", "derivative of split is not supported"),
+    ("() => (float[1] d) <float[1] a = {2.0}> { y = Mul (a, a)", "a value that is known when the model is imported"),
+])  # fmt: skip
+def test_derivatives_that_are_not_supported_say_why(graph: str, why: str) -> None:
+    text = f'agraph {graph} d = ai.onnx.preview.training.Gradient <xs = ["a"], y = "y"> (a) }}'
+    model = onnx.parser.parse_model('<ir_version: 10, opset_import: ["" : 21, "ai.onnx.preview.training" : 1]>\n' + text)
+    with pytest.raises(Unsupported, match=why):
+        from_onnx(model)

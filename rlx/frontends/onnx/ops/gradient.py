@@ -8,7 +8,7 @@ from typing import Any
 from rlx.frontends.onnx.call import Call
 from rlx.frontends.onnx.table import handler
 from rlx.ir import functions, ops
-from rlx.ir.node import Value
+from rlx.ir.node import Value, postorder
 
 # By op: the gradients of the operands, from the operands and the gradient of the result.
 _RULES: dict[str, Callable[..., tuple[Value, ...]]] = {
@@ -31,11 +31,16 @@ def gradient(n: Call) -> tuple[Value, ...]:
     wanted = n.values()[:count]
     if any(scope[name] is not x for name, x in zip(names, n.inputs)):
         n.refuse("the derivative at other values than those of the graph is not supported")
-    y = scope[n.attr("y")]
-    leaves = set(wanted)
+    if not isinstance(y := scope[n.attr("y")], Value):
+        n.refuse("the derivative of a value that is known when the model is imported is not supported")
+    nodes, needed = postorder([y])[0], set(wanted)
+    for node in nodes:
+        if not needed.isdisjoint(node.inputs):
+            needed.update(node.results)
+    needed -= set(wanted)
     found = {y: functions.ones_like(y)}
-    for value in reversed(_between(y, leaves)):
-        if value in leaves or value not in found:
+    for value in (v for node in reversed(nodes) for v in node.results if v in needed):
+        if value not in found:
             continue
         node = value.node
         if (rule := _RULES.get(node.op.name)) is None:
@@ -44,25 +49,6 @@ def gradient(n: Call) -> tuple[Value, ...]:
             g = _summed(g, x)
             found[x] = found[x] + g if x in found else g
     return tuple(found.get(x, functions.zeros_like(x)) for x in wanted)
-
-
-def _between(y: Value, leaves: set[Value]) -> list[Value]:
-    """The values from `leaves` to y, operands before results."""
-    order: list[Value] = []
-    done, todo = set[Value](), [(y, False)]
-    while todo:
-        value, ready = todo.pop()
-        if ready:
-            order.append(value)
-        elif value not in done:
-            done.add(value)
-            todo.append((value, True))
-            todo += [] if value in leaves else [(x, False) for x in value.node.inputs]
-    needed = set(leaves)
-    for value in order:
-        if not needed.isdisjoint(value.node.inputs):
-            needed.add(value)
-    return [v for v in order if v in needed]
 
 
 def _summed(g: Value, x: Value) -> Value:
