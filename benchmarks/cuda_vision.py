@@ -3,9 +3,10 @@
     python benchmarks/cuda_vision.py [--models resnet50] [--shapes 8x224] [--dtypes bf16 f32] [--engines default] [--kernels]
 
 The network is torch's; rlx reads the ONNX model that torch exports of it. torch has channels last, and in bf16 the whole network,
-where rlx keeps f32 activations beside products in bf16 (precision="bf16"). Times are medians of wall clock per call, the engines
-alternate. `replay` is rlx's CUDA graph alone, `rlx` copies the image and the result as well; torch's inputs stay on the device.
-The limit is the time of the multiply-adds, at the rate of torch's product of 8192 (bf16; f32 without TF32) in this run.
+where rlx rounds operands of products, and images that convolutions read (precision="bf16"). Times are medians of wall clock per
+call, the engines alternate. `replay` is rlx's CUDA graph alone, `rlx` copies the image and the result as well; torch's inputs
+stay on the device. The limit is the time of the multiply-adds, at the rate of torch's product of 8192 (bf16; f32 without TF32) in
+this run.
 """
 
 from __future__ import annotations
