@@ -481,7 +481,8 @@ def _inner(kind: type) -> Callable[[object], tuple[object, ...]] | tuple[()] | N
     fields; None for other types."""
     if not hasattr(kind, "__slots__") or not is_dataclass(kind):
         return None
-    plain = "str|int|bool|int | float | bool|DType|Attrs | None|tuple[int, ...]|tuple[str, ...]|list[str]|Levels".split("|")
+    plain = ("str", "int", "bool", "int | float | bool", "DType", "Attrs | None", "Levels",
+             "tuple[int, ...]", "tuple[str, ...]", "list[str]")  # fmt: skip
     names = [f.name for f in fields(kind) if f.type not in plain]
     return operator.attrgetter(names[0], *names) if names else ()  # the first one twice, so that it always gives a tuple
 
