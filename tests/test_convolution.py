@@ -495,6 +495,20 @@ def test_images_of_three_channels_are_read_in_whole_pixels(attrs: dict[str, Any]
     assert isinstance(a, Operand) and a.col_levels[0][0] == (64 if dtypes[0] == "u8" else 4 * w.shape[1 if last else 3])
 
 
+@pytest.mark.parametrize("axes", [(), (-1, -3, -2, 0), (3, 1, 2, 0)], ids=str)
+def test_a_transposed_image_of_three_channels(axes: tuple[int, ...]) -> None:
+    """Axes that are left out, and those that count from the end."""
+    rng = np.random.default_rng(0)
+    x, w = array(rng, (3, 12, 14, 2), "bf16"), array(rng, (5, 5, 3, 64), "bf16")
+    g = rlx.Graph("image")
+    image = rlx.transpose(g.input("x", x.shape, "bf16"), axes=axes)
+    g.set_outputs([rlx.conv(image, g.param("w", w.shape, "bf16"), channels_last=True)])
+    made = precision(g, Compilation(with_natives(AMX), rlx.CompileOptions()))
+    assert any(v.dims[-1] == 4 for n in made.nodes() for v in n.inputs)
+    found, want = (evaluate(graph, {"x": x}, {"w": w})[0][0].astype(np.float32) for graph in (made, g))
+    np.testing.assert_allclose(found, want, atol=0.02 * np.abs(want).max())
+
+
 @pytest.mark.parametrize("size", [3, 5, 7])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_an_infinite_pixel_is_in_its_windows_alone(dtype: str, size: int) -> None:

@@ -81,7 +81,7 @@ def drop_neutral(node: Node, x: Value) -> Value:
 @rule(pattern(v.reshape, pattern(v.transpose, pattern(v.reshape, X))))
 def split_again(node: Node, x: Value) -> Value | None:
     """A transpose of the last dims between a reshape that merges the others and one that splits them again is a transpose."""
-    merged, axes = node.inputs[0].node.inputs[0], _axes(node.inputs[0].node)
+    merged, axes = node.inputs[0].node.inputs[0], v.transposed_axes(node.inputs[0].node)
     lead = next((i for i, a in enumerate(axes) if i != a), 0)  # dims that stay in front
     last = merged.rank - lead
     if not lead or x.rank < last or x.dims[x.rank - last :] != merged.dims[lead:]:
@@ -94,7 +94,7 @@ def split_again(node: Node, x: Value) -> Value | None:
 @rule(pattern(v.transpose, pattern(v.transpose, X)))
 def merge_transposes(node: Node, x: Value) -> Value:
     """Two permutations of dims are one: result dim i is the inner result's dim outer[i]."""
-    inner, outer = (_axes(n) for n in (node.inputs[0].node, node))
+    inner, outer = (v.transposed_axes(n) for n in (node.inputs[0].node, node))
     return v.transpose(x, axes=tuple(inner[i] for i in outer))
 
 
@@ -241,12 +241,6 @@ RULES: tuple[Rule, ...] = (
     keep_outer_dims, drop_view, drop_cast, merge_casts, merge_casts_around_views, pool_narrow,
     take_known_rows, slice_known_rows, fold_constants,
 )  # fmt: skip
-
-def _axes(node: Node) -> tuple[int, ...]:
-    rank = node.inputs[0].rank
-    axes = node.attrs.axes  # type: ignore[union-attr]
-    return tuple(a % rank for a in axes) or tuple(reversed(range(rank)))
-
 
 def share_equal(graph: Graph) -> Graph:
     """`graph` with equal nodes (op, attributes, operands; constants by their bytes) merged."""

@@ -19,8 +19,7 @@ from rlx.compiler.packing import reduction
 from rlx.ir.attrs import attribute_types
 from rlx.ir.graph import Graph, Node, Value, apply, keep
 from rlx.ir.op import OPS, Kind, OpDef
-from rlx.ir.ops.rules import axis_of
-from rlx.ir.ops.view import regroup
+from rlx.ir.ops.view import regroup, transposed_axes
 
 TRANSPOSE, RESHAPE = OPS["transpose"], OPS["reshape"]
 Axes = tuple[int, ...]
@@ -60,10 +59,10 @@ class _Sinking:
         node = results[0].node
         if node.op.last is not None and (made := node.op.last(node.attrs, *inputs)) is not None:
             made = expand(node, self.new, _named_inside(made, node))
-            self.turned |= {v: (v.node.inputs[0], _axes(v.node)) for v in made if v.node.op is TRANSPOSE}
+            self.turned |= {v: (v.node.inputs[0], transposed_axes(v.node)) for v in made if v.node.op is TRANSPOSE}
             return made
         if node.op is TRANSPOSE:
-            return (self.transposed(inputs[0], _axes(node), results[0]),)
+            return (self.transposed(inputs[0], transposed_axes(node), results[0]),)
         if not any(v in self.turned for v in inputs):
             return results
         if node.op is RESHAPE:
@@ -83,7 +82,7 @@ class _Sinking:
         """`x` transposed: merged with a transpose that it is, and a reshape if only dims of 1 change places."""
         source, before = self.turned.get(x, (x, tuple(range(x.rank))))
         if x.node.op is TRANSPOSE and x not in self.turned:
-            source, before = x.node.inputs[0], _axes(x.node)
+            source, before = x.node.inputs[0], transposed_axes(x.node)
         total = tuple(before[a] for a in axes)
         if total == tuple(range(len(total))):
             return source
@@ -162,11 +161,6 @@ class _Sinking:
         return x.shape.num_elements if moves else 0
 
 
-def _axes(node: Node) -> Axes:
-    rank = node.inputs[0].rank
-    return tuple(axis_of(a, rank) for a in node.attrs.axes) or tuple(reversed(range(rank)))  # type: ignore[union-attr]
-
-
 def _with_ones(axes: Sequence[int], dims: Sequence[int]) -> list[int]:
     """The axes of a group of a reshape's result, and the dims of 1 that follow them."""
     end = axes[-1] + 1
@@ -205,7 +199,7 @@ def _named_inside(made: Value, node: Node) -> Value:
     """A replacement of `node`, with a name for the operand of the transpose that it ends in."""
     if made.node.op is not TRANSPOSE:
         return made
-    axes = _axes(made.node)
+    axes = transposed_axes(made.node)
     return _apply(TRANSPOSE, _named(made.node.inputs[0], node, axes), axes=axes)
 
 

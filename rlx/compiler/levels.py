@@ -12,6 +12,7 @@ from rlx.compiler.packing import contraction, is_matrix
 from rlx.ir.graph import Graph, Node, Value, keep
 from rlx.ir.op import OPS, Kind
 from rlx.ir.ops import copy, pad, reshape, transpose
+from rlx.ir.ops.view import transposed_axes
 
 FEW_CHANNELS = 4  # of an image: its pixels are runs too short to copy
 TALL = 64  # rows with a common stride, from which on a product of them is not slower than a copy and one of all rows
@@ -60,7 +61,7 @@ def _rows_padded(graph: Graph) -> NewNode:
         if node.shapes[0].static[-1] > FEW_CHANNELS:
             return keep(node, inputs)
         if seen.op is OPS["transpose"]:
-            axes = tuple(a % len(dims) for a in seen.attrs.axes) or tuple(reversed(range(len(dims))))  # type: ignore[union-attr]
+            axes = transposed_axes(seen)
             before = [axes.index(axis) for axis in range(len(dims))]
             low, high = ([sides[a] for a in before] for sides in (attrs.low, attrs.high))  # type: ignore[union-attr]
             padded = pad(seen.inputs[0], low=low, high=high, value=attrs.value)  # type: ignore[union-attr]

@@ -14,6 +14,7 @@ from rlx.ir.op import OPS, Contraction, Kind, Reduction
 from rlx.ir.ops import pack, quant_rows, transpose
 from rlx.ir.ops.pack import group_panels, panels
 from rlx.ir.ops.rules import axis_of
+from rlx.ir.ops.view import transposed_axes
 
 Remake = Callable[[tuple[Value, ...]], Sequence[Value]]  # new inputs of a node -> its replacement
 
@@ -145,7 +146,7 @@ def _again(packed: Value, value: Value) -> Value | None:
     while source is not value:
         if source.node.op is not OPS["transpose"]:
             return None
-        axes = tuple(axis_of(a, source.rank) for a in source.node.attrs.axes) or tuple(reversed(range(source.rank)))  # type: ignore[union-attr]
+        axes = transposed_axes(source.node)
         out = transpose(out, axes=tuple(axes.index(a) for a in range(source.rank)))  # type: ignore[assignment]
         source = source.node.inputs[0]
     return out

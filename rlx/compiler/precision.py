@@ -26,6 +26,7 @@ from rlx.ir.op import OPS, Kind
 from rlx.ir.ops import copy, pad, transpose
 from rlx.ir.ops.conv import ConvAttrs
 from rlx.ir.ops.index import PadAttrs
+from rlx.ir.ops.view import transposed_axes
 from rlx.ir.program import NodeReport
 
 ADD, CAST, CONV = OPS["add"], OPS["cast"], OPS["conv"]
@@ -145,7 +146,7 @@ def _whole_pixels(node: Node, compilation: Compilation, narrow: DType | None) ->
     high[-2:] = high[-2] + more, 1
     axes = tuple(range(x.rank))
     if x.node.op is OPS["transpose"]:
-        axes, x = x.node.attrs.axes, x.node.inputs[0]  # type: ignore[union-attr]
+        axes, x = transposed_axes(x.node), x.node.inputs[0]
     low, high = ([side[axes.index(axis)] for axis in range(x.rank)] for side in (low, high))
     value = 0.0
     if isinstance(given := x.node.attrs, PadAttrs) and (given.value == 0 or (whole and not any(attrs.low + attrs.high))):

@@ -14,6 +14,7 @@ from rlx.ir.dtype import holds, product
 from rlx.ir.graph import Graph, Node, Value, keep
 from rlx.ir.op import OPS, Kind
 from rlx.ir.ops import dequant_matmul
+from rlx.ir.ops.view import transposed_axes
 
 
 def quantised(graph: Graph, compilation: Compilation) -> Graph:
@@ -53,7 +54,7 @@ def _narrow(x: Value, right: Value, widens: frozenset[str]) -> Value:
 
 def _product(x: Value, right: Value) -> Value | None:
     """x @ right from the packed weights, if `right` is the transpose of decoded ones."""
-    if right.node.op is not OPS["transpose"] or right.rank != 2 or right.node.attrs.axes not in ((), (1, 0)):  # type: ignore[union-attr]
+    if right.node.op is not OPS["transpose"] or right.rank != 2 or transposed_axes(right.node) != (1, 0):
         return None
     weights = right.node.inputs[0].node
     if weights.op is not OPS["dequantize"] or x.dims[-1:] != weights.shapes[0].dims[-1:]:

@@ -18,6 +18,7 @@ from rlx.ir import ops
 from rlx.ir.graph import CONSTANT, Graph, Node, Value, apply, keep
 from rlx.ir.op import OPS
 from rlx.ir.ops.rules import axis_of
+from rlx.ir.ops.view import transposed_axes
 from rlx.ir.rewrite import Pattern, Var, match, pattern
 
 A, B, C = Var("a"), Var("b"), Var("c")
@@ -87,7 +88,7 @@ def _turned(x: Value) -> Value:
     """Matrices transposed; of those that are transposed already, perhaps with other batch dims, the operand."""
     y = x.node.inputs[0] if x.node.op is RESHAPE and x.node.inputs[0].dims[-2:] == x.dims[-2:] else x
     axes = (*range(y.rank - 2), y.rank - 1, y.rank - 2)
-    if y.node.op is OPS["transpose"] and y.node.attrs.axes == axes:  # type: ignore[union-attr]
+    if y.node.op is OPS["transpose"] and transposed_axes(y.node) == axes:
         return y.node.inputs[0].reshape((*x.dims[:-2], x.dims[-1], x.dims[-2]))
     return ops.transpose(x, axes=(*range(x.rank - 2), x.rank - 1, x.rank - 2))
 

@@ -16,7 +16,7 @@ from rlx.ir.layout import Layout
 from rlx.ir.op import OPS, Kind
 from rlx.ir.ops.index import PadAttrs
 from rlx.ir.ops.rules import axis_of, held
-from rlx.ir.ops.view import regroup
+from rlx.ir.ops.view import regroup, transposed_axes
 from rlx.ir.shape import contiguous_strides
 
 PAD, CONCAT, TRANSPOSE, RESHAPE = (OPS[name] for name in ("pad", "concat", "transpose", "reshape"))
@@ -106,7 +106,7 @@ class _Within:
             return False
         if fine[-1] * value.dtype.itemsize % self.facts.target.line_bytes:
             return False  # vectors of the product's columns would be torn
-        axes, strides = turned.attrs.axes, [0] * len(fine)  # type: ignore[union-attr]
+        axes, strides = transposed_axes(turned), [0] * len(fine)
         for left, (axis,) in merged:
             stride = layout.strides[axis]
             for a in reversed(left):
@@ -164,7 +164,7 @@ def _parts(group: Group, value: Value, start: Dims) -> Iterator[Part]:
         yield Part(start, dims, value)
     elif node.op is CONCAT:
         assert node.attrs is not None
-        axis, at = axis_of(node.attrs.axis, value.rank), start[:]  # type: ignore[attr-defined]
+        axis, at = axis_of(node.attrs.axis, value.rank), start  # type: ignore[attr-defined]
         for part in node.inputs:
             yield from _parts(group, part, at)
             at = (*at[:axis], at[axis] + part.shape.static[axis], *at[axis + 1 :])

@@ -12,6 +12,7 @@ from rlx.backends.cuda.schedule import CLUSTER, COLUMN_BYTES, MORE_REGISTERS, PA
 from rlx.ir.dtype import DType, as_dtype, f32
 from rlx.ir.graph import Node, Value
 from rlx.ir.ops.rules import axis_of
+from rlx.ir.ops.view import transposed_axes
 
 LONG, LARGE = 1 << 16, 1 << 22  # elements from which a softmax of columns that no kernel keeps, or one may, is divided
 SHORT = CLUSTER * PART_WARPS * REGISTERS  # rows that a cluster of blocks keeps
@@ -97,7 +98,7 @@ def _rounded(value: Value, dtype: DType) -> Value:
     """The value in that dtype, rounded in front of a transposition, by the kernel that computes its operand."""
     if value.node.op.name != "transpose":
         return value.astype(dtype)
-    axes = [a % value.rank for a in value.node.attrs.axes]  # type: ignore[union-attr]
+    axes = transposed_axes(value.node)
     back = [axes.index(a) for a in range(value.rank)]
     return value.transpose(*back).astype(dtype).transpose(*axes)
 

@@ -116,6 +116,12 @@ def _permutation(attrs: TransposeAttrs, rank: int) -> tuple[int, ...]:
     return axes
 
 
+def transposed_axes(node: Node) -> tuple[int, ...]:
+    """All axes of a transpose, from the front: result dim i is operand dim axes[i]."""
+    assert isinstance(node.attrs, TransposeAttrs)
+    return _permutation(node.attrs, node.inputs[0].rank)
+
+
 def _transpose_element(ctx: Lowering, node: Applied[TransposeAttrs], result: int, coords: Coords) -> Expr:
     axes = _permutation(node.attrs, len(coords))
     return ctx.element(node.inputs[0], tuple(coords[axes.index(i)] for i in range(len(axes))))
