@@ -416,6 +416,22 @@ def test_what_is_made_ahead_is_made_in_few_threads_and_faults_are_left_out() -> 
     assert sorted(made) == [n for n in range(60) if n % 3 != 1] and most <= 2
 
 
+def test_what_is_made_ahead_is_kept_until_it_is_asked_for() -> None:
+    """More results than are kept otherwise: each would push out one that has not been asked for."""
+    results = once.Once(lambda n: n * n, 4)
+    ahead = once.Ahead(results.held, 2)
+    for n in range(20):
+        ahead(n)
+    for thread in threading.enumerate():
+        if thread.name == "rlx compile":
+            thread.join()
+    made = [results(n) for n in range(20)]
+    assert made == [n * n for n in range(20)] and results.misses == 20
+    del ahead
+    gc.collect()
+    assert results(0) == 0 and results.misses == 21
+
+
 def test_work_ahead_does_not_delay_the_end_of_a_process() -> None:
     """The items in work are finished, and the others left out."""
     text = """

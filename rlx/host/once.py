@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
 
 from rlx.forks import Lock
 from rlx.host.processor import available_threads
@@ -24,28 +25,35 @@ class _Result(Generic[Made]):
 
 
 class Once(Generic[Key, Made]):
-    """The last `kept` results of a function. Threads that ask for different keys make them at once; of those that ask for the
-    same key one makes it, and the others wait."""
+    """The last `kept` results of a function, and those that are held. Threads that ask for different keys make them at once; of
+    those that ask for the same key one makes it, and the others wait."""
 
     def __init__(self, make: Callable[[Key], Made], kept: int) -> None:
         self._make, self._kept, self.misses = make, kept, 0
         self._results: OrderedDict[Key, _Result[Made]] = OrderedDict()
+        self._held: WeakValueDictionary[Key, _Result[Made]] = WeakValueDictionary()
         self._lock = Lock()  # keys compare in Python, so that other threads run amid the methods of the dict
 
     def __call__(self, key: Key) -> Made:
+        return self.held(key).made[0]
+
+    def held(self, key: Key) -> _Result[Made]:
+        """The result, which is not made again while this object is kept."""
         with self._lock:
-            result = self._results[key] = self._results.pop(key, None) or _Result()  # the newest
+            result = self._results.pop(key, None) or self._held.get(key) or _Result()
+            self._results[key] = self._held[key] = result  # the newest
             while len(self._results) > self._kept:
                 self._results.popitem(last=False)
         with result.lock:
             if not result.made:
                 self.misses += 1
                 result.made.append(self._make(key))
-            return result.made[0]
+        return result
 
     def cache_clear(self) -> None:
         with self._lock:
             self._results.clear()
+            self._held.clear()
 
 
 def started(work: Callable[[], None]) -> threading.Thread | None:
@@ -60,10 +68,10 @@ def started(work: Callable[[], None]) -> threading.Thread | None:
 
 class Ahead(Generic[Key]):
     """Calls a function with items given one by one, in up to `threads` threads, which end when nothing is left, or the process is
-    about to end. Faults are left to those who ask for the results."""
+    about to end. Keeps the results as long as it is kept. Faults are left to those who ask for the results."""
 
     def __init__(self, make: Callable[[Key], object], threads: int) -> None:
-        self._make, self._threads = make, threads
+        self._make, self._threads, self._made = make, threads, list[object]()
         self._todo, self._running, self._lock = deque[Key](), 0, Lock()
 
     def __call__(self, item: Key) -> None:
@@ -80,7 +88,7 @@ class Ahead(Generic[Key]):
                     return
                 item = self._todo.popleft()
             with suppress(Exception):
-                self._make(item)
+                self._made.append(self._make(item))
 
 
 def at_once(make: Callable[[Key], Made], items: Sequence[Key], progress: Callable[[int, int], None] | None = None) -> list[Made]:

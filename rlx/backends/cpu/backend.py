@@ -72,7 +72,7 @@ class CpuBackend:
         """Warming protocol."""
         if not llvm.loaded():
             started(_load_compiler)  # if it does not, the compile loads it
-        ahead = Ahead(_compiled, max(1, available_threads() - 1))  # this thread lowers meanwhile
+        ahead = Ahead(_compiled.held, max(1, available_threads() - 1))  # this thread lowers meanwhile
         return lambda kernel, once: ahead(_Job(kernel_key(kernel), target, (), kernel, once))
 
     counts_kernels = True
