@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlx.driver import slots as slots_module
-from rlx.driver.slots import Router, SlotPart, Slots, SlotTiers
+from rlx.driver.slots import IS_FAR, Choices, Router, SlotPart, Slots, SlotTiers, Tally
 from rlx.errors import OutOfMemoryError
 from rlx.ir.kernel_parse import parse_kernel
 from rlx.ir.sections import section
@@ -104,6 +104,24 @@ def test_slots_hold_each_resident_expert_whatever_moves() -> None:
         tiers.set([np.ones(count, bool)])
     check()
     assert tiers.resident(0).sum() == room and stale == [1]
+
+
+def test_statistics_are_there_later_if_a_rate_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers, part = HostSlots({}), SlotMemory(4, 4)
+    tiers.join("w", 4, 2, [part], Router(lambda: None))
+    tally = Tally(tiers, [Choices(0, 3, (3, 2))])
+    tally.add(np.array([0, 1, 0, 2, IS_FAR + 3, 1], np.int32))
+
+    def full(nbytes: int, near: bool) -> Any:
+        raise OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch, pytest.raises(OutOfMemoryError):
+        patch.setattr(tiers, "copying", full)
+        tally.take()
+    found = tally.take()
+    assert (found.resident.tokens, found.resident.experts) == (5, 3)
+    assert (found.offloaded.tokens, found.offloaded.experts) == (1, 1) and found.offloaded.seconds > 0
+    assert tally.take().resident.tokens == tally.take().offloaded.tokens == 0
 
 
 def test_interrupts_lose_no_slot() -> None:

@@ -344,10 +344,11 @@ class Tally:
         self._tiers.ran(layer, ids, ahead, near if missing else None)
 
     def take(self) -> ResidencyStats:
-        """Since the last call."""
-        fast, slow = (TierStats(*row) for row in self._counts.tolist())
-        self._counts[:] = 0
-        timed = (replace(x, seconds=x.bytes / self._tiers.rate(x is fast)) if x.bytes else x for x in (fast, slow))
+        """Since the last call. OutOfMemoryError: the device has no room to measure a rate; nothing is lost."""
+        counted = self._counts.copy()
+        fast, slow = (TierStats(*row) for row in counted.tolist())
+        timed = [replace(x, seconds=x.bytes / self._tiers.rate(x is fast)) if x.bytes else x for x in (fast, slow)]
+        self._counts -= counted
         return ResidencyStats(*timed)
 
 

@@ -294,9 +294,9 @@ class CompiledGraph(Shown):
         raise UnknownNameError(f"no input is called {name!r}; there are {known(b.name for b in self._inputs)}")
 
     def byte_offset(self, node: Value | Node) -> int | None:
-        """The arena byte offset at which a run stores a value of the compiled graph (for a node: its first result). None: the
-        value has no slot, because it was fused away. It is stored row-major, in the dtype it is computed in. The slot of a value
-        that is neither input nor output may be reused later in the run. The first call lowers the graph once more."""
+        """The arena byte offset at which a run stores a value of the compiled graph (for a node: its first result), row-major, in
+        the dtype it is computed in. None: it is not stored so, but fused away, transposed, or inside of a padded value. The slot
+        of a value that is neither input nor output may be reused later in the run. The first call lowers the graph once more."""
         value = node.results[0] if isinstance(node, Node) else node
         if not isinstance(value, Value):
             raise BindingError(f"byte_offset takes a value or a node of the graph, got {type(node).__name__}")
@@ -304,7 +304,7 @@ class CompiledGraph(Shown):
         return place.offset if place is not None and place.row_major else None
 
     def has_buffer(self, node: Value | Node) -> bool:
-        """Whether the value has a slot, so that byte_offset is not None."""
+        """Whether byte_offset is not None."""
         return self.byte_offset(node) is not None
 
     def read_output_row(self, output: int, row: int, row_inner: int) -> np.ndarray:
