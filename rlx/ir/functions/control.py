@@ -90,7 +90,7 @@ def counted_loop(
 
 def _holds(flag: Value) -> bool:
     """True if a test is known to hold."""
-    return flag.node.op is CONSTANT and bool(flag.node.attrs.data.all())  # type: ignore[union-attr]
+    return flag.node.op is CONSTANT and flag.shape == Shape((), bool_) and bool(flag.node.attrs.data)  # type: ignore[union-attr]
 
 
 def _trace(name: str, go: DType | None, given: Sequence[Value]) -> Traced:
