@@ -134,7 +134,7 @@ def test_deformed_convolutions(groups: int, moved: int, masked: bool) -> None:
     want = by_onnx("DeformConv", x, w, offset * 2, bias, *([mask] if masked else []), group=groups, offset_group=moved, **at)
     found = run(lambda *v: rlx.deform_conv(*v[:-1], bias=v[-1], **ours), *operands, bias, atol=1e-5)  # sums of 24 products
     same(found, want)
-    still = run(lambda x, w, o: rlx.deform_conv(x, w, o, **ours), x, w, offset * 0, atol=1e-5)
+    still = run(lambda x, o: rlx.deform_conv(x, w, o, **ours), x, offset * 0, atol=1e-5)  # weights as an array
     del ours["offset_groups"]
     same(still, run(lambda x, w: rlx.conv(x, w, **ours), x, w, atol=1e-5))
 
@@ -149,6 +149,7 @@ WRONG = {
     "an offset": (lambda x: rlx.deform_conv(x, x[:, :, :3, :3], x), ShapeError, "the offset must be"),
     "groups of offsets": (
         lambda x: rlx.deform_conv(x, x[:, :, :3, :3], x, offset_groups=0), AttributeValueError, "not divided into 0 offset"),
+    "groups": (lambda x: rlx.deform_conv(x, x[:, :, :3, :3], x, groups=1.5), AttributeValueError, "groups of conv takes int"),
     "samples of the run": (
         lambda x: rlx.roi_align(x, np.zeros((1, 4), "f4"), np.zeros(1, "i8"), (2, 2), 0), AttributeValueError, "1 sample"),
 }  # fmt: skip

@@ -16,7 +16,6 @@ from rlx.ir.functions.arrays import moveaxis, tensordot
 from rlx.ir.functions.declare import as_value, computed, function, known_dim, own_axis, widened
 from rlx.ir.node import Operand, Value, constant
 from rlx.ir.op import as_ints
-from rlx.ir.ops.conv import ConvAttrs
 
 T = TypeVar("T", Value, np.ndarray)
 
@@ -272,10 +271,10 @@ def roi_align(
 @widened
 def deform_conv(
     x: Value,
-    w: Value,
-    offset: Value,
-    mask: Value | None = None,
-    bias: Value | None = None,
+    w: Operand,
+    offset: Operand,
+    mask: Operand | None = None,
+    bias: Operand | None = None,
     strides: int | Sequence[int] = 1,
     low: int | Sequence[int] = 0,
     high: int | Sequence[int] = 0,
@@ -287,7 +286,10 @@ def deform_conv(
     outside of x. `offset` [batch, offset_groups * places in the window * 2, *result]: down and right, of each place of each
     window, for each of `offset_groups` groups of channels. `mask` [batch, offset_groups * places, *result] weights the elements
     that are read."""
-    attrs = ConvAttrs(as_ints(strides), as_ints(low), as_ints(high), as_ints(dilation), groups)
+    how = {"strides": strides, "low": low, "high": high, "dilation": dilation, "groups": groups}
+    attrs = ops.conv.op.make_attrs(how)  # type: ignore[attr-defined]
+    w, offset = as_value(w), as_value(offset)
+    mask, bias = (None if v is None else as_value(v) for v in (mask, bias))
     shapes = x.shape, w.shape.with_dtype(x.dtype), *(() if bias is None else (bias.shape.with_dtype(x.dtype),))
     if x.rank != 4:
         raise ShapeError(f"a deformable convolution has 2 spatial dims, got {x!r}")
@@ -302,7 +304,7 @@ def deform_conv(
     at, parts = ops.reshape(offset, dims=(images, taps, 2, *places)), []
     for axis in range(2):
         step, before, apart = (attrs.each(name, 2)[axis] for name in ("strides", "low", "dilation"))
-        own = np.indices(places)[axis] * step - before + np.indices(window)[axis].reshape(-1, 1, 1) * apart
+        own = np.indices(places, sparse=True)[axis] * step - before + np.indices(window)[axis].reshape(-1, 1, 1) * apart
         parts.append(ops.reshape(at[:, :, axis] + constant(own, x.dtype), dims=(images, taps * rows, columns)))
     seen = sampled(ops.reshape(x, dims=(images, channels // offset_groups, *x.dims[2:])), parts)
     if mask is not None:
