@@ -1,19 +1,14 @@
 """The compiler: graph in, checked program out. Knows targets as plain facts, and no backend."""
 
-from collections.abc import Callable
-
-from rlx.compiler.options import CompileOptions
+from rlx.compiler.options import CompileOptions, Foresee
 
 from rlx.errors import (  # isort: skip
     CompileError, GraphError, IndexRangeError, OptionError, PlanError, RlxError, UnboundDimError, UnknownRankError,
     Unsupported, VerifyError,
 )  # fmt: skip
 from rlx.ir.graph import Graph
-from rlx.ir.kernel import Kernel
 from rlx.ir.program import Program
 from rlx.ir.target import Target
-
-Foresee = Callable[[Kernel, bool], None]
 
 
 def lower(graph: Graph, target: Target, options: CompileOptions, foresee: Foresee | None = None) -> Program:

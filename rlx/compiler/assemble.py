@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from rlx.compiler.fuse import fuse
 from rlx.compiler.groups import Group, print_groups
 from rlx.compiler.lowering import Extra, Lowered, Place
 from rlx.compiler.memory import moments, no_pairs, plan_arena
-from rlx.compiler.options import CompileOptions
+from rlx.compiler.options import CompileOptions, Foresee
 from rlx.compiler.pipeline import keep_text, run_passes
 from rlx.compiler.routers import routers
 from rlx.compiler.within import within
@@ -35,7 +35,6 @@ from rlx.ir.program import BufferDecl, NodeReport, OutputDecl, Program, Region, 
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
 
-Foresee = Callable[[K.Kernel, bool], None]
 LEAF_REGIONS = {INPUT: Region.INPUT, PARAM: Region.PARAM, HANDLE: Region.HANDLE, CONSTANT: Region.CONSTANT}
 
 

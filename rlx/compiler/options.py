@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, replace
 from math import inf
 from os import PathLike, fspath
@@ -11,6 +11,7 @@ from typing import Any
 
 from rlx.errors import OptionError, known, whole
 from rlx.ir.handle import BufferHandle
+from rlx.ir.kernel import Kernel
 from rlx.ir.keys import UNSEEN, key_facts
 from rlx.ir.tuning import Tilings, Tuning
 from rlx.records import record
@@ -23,6 +24,7 @@ OPTIONAL_PASSES = (
 RENAMED_PASSES = {"beside": "concurrent"}
 TUNE_SECONDS = 10.0  # tuning time per compile with tune=True
 AUTO = "auto"  # the size of a dim that is left open
+Foresee = Callable[[Kernel, bool], None]  # see rlx.compiler.lower
 LEAST_ALIGNMENT = 64  # bytes: one AVX-512 register, one cache line
 
 
