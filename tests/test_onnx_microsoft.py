@@ -164,6 +164,49 @@ def test_attention_projects_with_one_matrix():
     check("Attention", {"x": x, "w": w, "b": b, "m": lengths}, {"num_heads": 2}, [expected], consts=("w", "b"))
 
 
+@pytest.mark.parametrize("rows,keys,past", [(1, 5, 0), (3, 5, 0), (1, 1, 4), (2, 2, 3)])
+def test_lengths_hide_keys_of_the_past_and_of_other_sequences(rows, keys, past):
+    q, k, v, old = normal(2, rows, 16), normal(2, keys, 16), normal(2, keys, 16), [normal(2, 4, past, 4) for _ in range(2)]
+    lengths = np.array([5, 2], np.int32)
+    kh, vh = (torch.cat([T(before), split(x, 4)], 2) for before, x in zip(old, (k, v)))
+    seen = (torch.arange(5)[None, :] < T(lengths)[:, None])[:, None, None, :]
+    expected = joined(F.scaled_dot_product_attention(split(q, 4), kh, vh, attn_mask=seen))
+    inputs = {"q": q, "k": k, "v": v, "b": None, "m": lengths} | ({"e": None, "pk": old[0], "pv": old[1]} if past else {})
+    check("MultiHeadAttention", inputs, {"num_heads": 4}, [expected], outputs=3)
+
+
+def test_lengths_hide_keys_of_the_past_where_a_matrix_projects():
+    x, w, past, lengths = normal(2, 1, 8), normal(8, 24), normal(2, 2, 2, 4, 4), np.array([5, 3], np.int32)
+    q, k, v = (split((x @ w)[..., i * 8 :][..., :8], 2) for i in range(3))
+    k, v = (torch.cat([T(before), part], 2) for before, part in zip(past, (k, v)))
+    seen = (torch.arange(5)[None, :] < T(lengths)[:, None])[:, None, None, :]
+    expected = joined(F.scaled_dot_product_attention(q, k, v, attn_mask=seen))
+    inputs = {"x": x, "w": w, "b": None, "m": lengths, "p": past}
+    check("Attention", inputs, {"num_heads": 2}, [expected, torch.stack([k, v])], consts=("w",))
+
+
+def test_values_may_have_other_columns_than_keys():
+    x, w, b = normal(2, 3, 8), normal(8, 20), normal(20)
+    q, k, v = (split(part, 2) for part in np.split(x @ w + b, (4, 8), -1))
+    expected = joined(F.scaled_dot_product_attention(q, k, v))
+    inputs, attrs = {"x": x, "w": w, "b": b}, {"num_heads": 2, "qkv_hidden_sizes": [4, 4, 12]}
+    check("Attention", inputs, attrs, [expected], consts=("w", "b"))
+
+
+def test_masks_add_their_own_value_and_later_keys_have_no_weight():
+    q, k, v = normal(2, 4, 16), normal(2, 4, 16), normal(2, 4, 16)
+    mask = np.array([[1, 1, 1, 1], [0, 1, 1, 0]], np.int32)
+    shift = torch.where(T(mask).bool(), 0.0, -1.5)[:, None, None, :]
+    heads = [split(x, 4) for x in (q, k, v)]
+    inputs = {"q": q, "k": k, "v": v, "b": None, "m": mask}
+    expected = joined(F.scaled_dot_product_attention(*heads, attn_mask=shift))
+    check("MultiHeadAttention", inputs, {"num_heads": 4, "mask_filter_value": -1.5}, [expected])
+    low = np.where(np.eye(4) > 0, -3e4, 0).astype(np.float32)[None, None]  # for a place beside itself
+    later = T(low).masked_fill(~torch.ones(4, 4).tril().bool(), -np.inf)
+    expected = joined(F.scaled_dot_product_attention(*heads, attn_mask=later))
+    check("MultiHeadAttention", inputs | {"m": None, "e": low}, {"num_heads": 4, "unidirectional": 1}, [expected])
+
+
 def rotated(x, at, cos, sin, paired):
     """x [batch, heads, rows, head_dim], positions [batch, rows]."""
     c, s = (T(table)[T(at)][:, None] for table in (cos, sin))
@@ -214,6 +257,20 @@ def test_group_query_attention_places_new_keys_behind_those_of_each_row(batch, r
     for b, n in enumerate(lengths):
         np.testing.assert_allclose(found[1][b, :, :n], full[0][b, :, :n], rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(found[2][b, :, :n], full[1][b, :, :n])
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_bias_of_scores_is_for_the_keys_that_there_are_where_the_past_has_room_for_more(heads):
+    q, k, v, old, lengths = normal(2, 1, 64), normal(2, 1, 32), normal(2, 1, 32), normal(2, 2, 2, 9, 16), [6, 4]
+    bias = normal(1, heads, 1, 6)
+    for b, n in enumerate(lengths):
+        old[:, b, :, n - 1] = k[b].reshape(2, 16), v[b].reshape(2, 16)
+    seen = (torch.arange(9)[None, :] < torch.tensor(lengths)[:, None])[:, None, None, :]
+    scores = T(np.pad(bias, ((0, 0), (0, 0), (0, 0), (0, 3)))).expand(2, 4, 1, 9).masked_fill(~seen, -np.inf)
+    expected = joined(F.scaled_dot_product_attention(split(q, 4), *(T(x).repeat_interleave(2, 1) for x in old), attn_mask=scores))
+    inputs = {"q": q, "k": k, "v": v, "pk": old[0], "pv": old[1], "n": np.array(lengths, np.int32) - 1, "t": np.array(6, np.int32)}
+    inputs |= {"c": None, "s": None, "p": None, "b": bias}
+    check("GroupQueryAttention", inputs, {"num_heads": 4, "kv_num_heads": 2}, [expected], consts=("t",), outputs=3)
 
 
 # -- weights in blocks ---------------------------------------------------------------------------------------------------
@@ -366,3 +423,17 @@ def test_operands_and_attributes_that_are_not_known_are_refused():
     expected = F.scaled_dot_product_attention(turn(x), turn(x), split(x, 4), is_causal=True)
     found = OnnxModel(model).run({k: v for k, v in (inputs | more).items() if v is not None and k != "t"})
     np.testing.assert_allclose(found["y0"], joined(expected), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("op,inputs,attrs,why", [
+    ("RotaryEmbedding", {"x": normal(2, 3, 32), "p": np.array([5]), "c": TABLES[0], "s": TABLES[1]},
+     {"num_heads": 2, "rotary_embedding_dim": 8}, "tables of 8 angles are for 16 columns of a head, and 8 are to be turned"),
+    ("MultiHeadAttention", {"q": normal(1, 3, 8), "k": normal(1, 5, 8), "v": normal(1, 5, 8)},
+     {"num_heads": 2, "unidirectional": 1}, "unidirectional attention of 3 queries to 5 keys, 0 of them past"),
+    ("GroupQueryAttention", {"q": normal(1, 2, 8), "k": normal(1, 2, 8), "v": normal(1, 2, 8), "pk": None, "pv": None,
+                             "n": np.array([1], np.int32), "t": np.array(2, np.int32)},
+     {"num_heads": 2, "kv_num_heads": 2, "local_window_size": 0}, "windows of 0 keys"),
+])  # fmt: skip
+def test_attention_that_is_not_supported_says_why(op, inputs, attrs, why):
+    with pytest.raises(Unsupported, match=why):
+        rlx.from_onnx(made(op, inputs, attrs, 3 if "Attention" in op else 1, [name for name in inputs if name in "tcs"]))

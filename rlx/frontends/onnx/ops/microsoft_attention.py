@@ -18,6 +18,7 @@ from rlx.ir.dtype import i64
 from rlx.ir.node import Value
 
 MS = "com.microsoft"
+HIDES = -10000.0  # a key whose score is so much lower takes no part
 
 
 def _angles(n: Call, i: int, positions: Value) -> tuple[Value, Value]:
@@ -29,11 +30,13 @@ def _angles(n: Call, i: int, positions: Value) -> tuple[Value, Value]:
 @handler("RotaryEmbedding", domain=MS)
 def rotary_embedding(n: Call) -> Value:
     """Position ids are those of each token, or the first one's for all rows."""
-    rank, width = n.rank(0), n.attr("rotary_embedding_dim", 0) or 2 * n.sizes(2)[1]
+    rank, width = n.rank(0), 2 * n.sizes(2)[1]
     if n.attr("is_packed_batching", 0) or n.attr("scale", 1.0) != 1.0:
         n.refuse("packed batches and scales are not supported")
-    count = n.attr("num_heads", 0) or known_dim(n, 0, 2) // width
-    x, at = heads_first(n, n.value(0), count), n.value(1).astype(i64)
+    x = heads_first(n, n.value(0), n.attr("num_heads", 0) or known_dim(n, 0, 2) // width)
+    if width != (turns := n.attr("rotary_embedding_dim", 0) or x.shape.static[3]):
+        n.refuse(f"tables of {width // 2} angles are for {width} columns of a head, and {turns} are to be turned")
+    at = n.value(1).astype(i64)
     if at.rank == 1:
         at = at.reshape((1, 1)) + ops.iota(dims=(1, known_dim(n, 0, rank - 2)), axis=1)
     return heads_last(turned(x, *_angles(n, 2, at), bool(n.attr("interleaved", 0))), rank)
@@ -57,10 +60,10 @@ def multi_head_attention(n: Call) -> Any:
             parts = ops.split(n.value(3), parts=sizes, axis=0)
             given = [x if x.rank == 4 else x + b for x, b in zip(given, parts)]
         q, k, v = (heads_first(n, x, heads) for x in given)
+    past = known_dim(n, 6, 2) if n.has(6) else 0
     if n.has(6):
         k, v = ops.concat(n.value(6), k, axis=2), ops.concat(n.value(7), v, axis=2)
-    out = _attended(n, q, k, v, _padding(n, 4), n.maybe(5))
-    return heads_last(out, 3), k, v
+    return heads_last(_attended(n, q, k, v, past, 4), 3), k, v
 
 
 @handler("Attention", domain=MS)
@@ -73,13 +76,14 @@ def attention(n: Call) -> Any:
     made = ops.matmul(x, w)
     made = made + n.value(2) if n.has(2) else made
     q, k, v = (heads_first(n, part, heads) for part in ops.split(made, parts=tuple(sizes), axis=-1))
+    past = known_dim(n, 4, 3) if n.has(4) else 0
     if n.has(4):
         k, v = (ops.concat(n.value(4)[i], part, axis=2) for i, part in enumerate((k, v)))
-    out = _attended(n, q, k, v, _padding(n, 3), n.maybe(5))
-    return heads_last(out, 3), functions.stack([k, v], 0)
+    out = heads_last(_attended(n, q, k, v, past, 3), 3)
+    return (out, functions.stack([k, v], 0)) if n.wants(1) else out
 
 
-def _padding(n: Call, i: int) -> Value | None:
+def _padding(n: Call, i: int, keys: int) -> Value | None:
     """The padding mask in operand i, as bool that broadcasts to scores: lengths, or numbers that are 0 where a key is padding."""
     if not n.has(i):
         return None
@@ -87,26 +91,32 @@ def _padding(n: Call, i: int) -> Value | None:
     if mask.rank == 1:
         if mask.dims != n.dims(0)[:1]:
             n.refuse("masks by start and end of each row are not supported")
-        return ops.less(ops.iota(dims=(1, 1, 1, known_dim(n, 0, 1)), axis=3), mask.reshape((-1, 1, 1, 1)).astype(i64))
+        return ops.less(ops.iota(dims=(1, 1, 1, keys), axis=3), mask.reshape((-1, 1, 1, 1)).astype(i64))
     seen = ops.not_equal(mask, 0)
     return ops.unsqueeze(seen, axes=(1, 2) if mask.rank == 2 else (1,)) if mask.rank < 4 else seen
 
 
-def _attended(n: Call, q: Value, k: Value, v: Value, seen: Value | None, bias: Value | None) -> Value:
-    """Attention under a padding mask, a bias of scores, and the attribute `unidirectional`."""
-    queries, keys = q.shape.static[2], k.shape.static[2]
+def _attended(n: Call, q: Value, k: Value, v: Value, past: int, mask: int) -> Value:
+    """Attention under the padding mask in operand `mask`, a bias of scores in operand 5, and the attribute `unidirectional`.
+    `past`: the number of keys before those of this call."""
+    queries, keys, bias, causal = q.shape.static[2], k.shape.static[2], n.maybe(5), bool(n.attr("unidirectional", 0))
+    seen, least = _padding(n, mask, keys), n.attr("mask_filter_value", HIDES)
     facts: dict[str, Any] = {"scale": n.attr("scale", 0.0) or 0.0}
-    causal, least = bool(n.attr("unidirectional", 0)), n.attr("mask_filter_value", -10000.0)
+    if causal and queries > 1 and keys != past + queries:
+        n.refuse(f"unidirectional attention of {queries} queries to {keys} keys, {past} of them past, is not supported")
     if seen is None and bias is None:
         return ops.attention(q, k, v, mask="causal" if causal else "none", **facts)
-    if causal:
-        row, column = (ops.iota(dims=(1, 1, queries, keys), axis=axis) for axis in (2, 3))
-        before = ops.less_equal(column, row + (keys - queries))
-        seen = before if seen is None else ops.logical_and(seen, before)
-    if bias is None:
-        return ops.attention(q, k, v, seen, mask="custom", **facts)  # type: ignore[arg-type]
-    bias = bias if seen is None else bias + ops.where(seen, 0.0, least).astype(bias.dtype)
-    return ops.attention(q, k, v, bias, mask="bias", **facts)
+    row, column = (ops.iota(dims=(1, 1, queries, keys), axis=axis) for axis in (2, 3))
+    before = ops.less_equal(column, row + (keys - queries)) if causal else None
+    if bias is None and least <= HIDES:
+        return ops.attention(q, k, v, reduce(ops.logical_and, _given(seen, before)), mask="custom", **facts)
+    shift = None if seen is None else ops.where(seen, 0.0, least).astype(q.dtype)
+    bias = reduce(ops.add, _given(bias, shift))
+    return ops.attention(q, k, v, bias if before is None else ops.where(before, bias, -math.inf), mask="bias", **facts)
+
+
+def _given(*values: Value | None) -> list[Value]:
+    return [v for v in values if v is not None]
 
 
 @handler("GroupQueryAttention", domain=MS)
@@ -114,8 +124,8 @@ def group_query_attention(n: Call) -> Any:
     """Operands: q, k, v (or all in q), past keys and values, the last position of each row, the greatest number of keys, tables
     of cosines and sines, position ids, bias of scores, scales of norms of q and k. Where the past has room for all keys, new ones
     are written into it."""
-    if n.has(11) or n.attr("smooth_softmax", 0) > 0 or n.wants(3) or not n.attr("causal", 1):
-        n.refuse("sinks, smooth softmax, later keys and scores as a result are not supported")
+    if n.has(11) or n.attr("smooth_softmax", 0) > 0 or n.wants(3) or not n.attr("causal", 1) or not n.attr("local_window_size", -1):
+        n.refuse("sinks, smooth softmax, later keys, windows of 0 keys and scores as a result are not supported")
     heads, groups, rows = n.attr("num_heads"), n.attr("kv_num_heads"), known_dim(n, 0, 1)
     if n.has(1):
         parts: Any = (n.value(0), n.value(1), n.value(2))
@@ -142,7 +152,9 @@ def group_query_attention(n: Call) -> Any:
     if n.has(10):
         behind = start.reshape((-1, 1, 1, 1)) + ops.iota(dims=(1, 1, rows, 1), axis=2) - ops.iota(dims=(1, 1, 1, size), axis=3)
         seen = [ops.less_equal(0, behind)] + ([ops.less(behind, window)] if window > 0 else [])
-        bias = ops.where(reduce(ops.logical_and, seen), n.value(10), -math.inf)
+        bias = n.value(10)  # of the keys that there are; the past may have room for more
+        bias = ops.pad(bias, low=(0,) * 4, high=(0, 0, 0, max(0, size - known_dim(n, 10, 3))))
+        bias = ops.where(reduce(ops.logical_and, seen), bias, -math.inf)
         return heads_last(ops.attention(q, k, v, bias, mask="bias", **facts), 3), k, v
     facts |= {"mask": "sliding_window", "window": window} if window > 0 else {"mask": "causal"}
     if size == rows or (n.dims(0)[0] == 1 and size == past + rows):
