@@ -64,16 +64,14 @@ def counted(n: Call) -> np.ndarray:
     """How often each n-gram of the pool occurs in a row, with up to `max_skip_count` elements left out between two of it."""
     x = np.asarray(n.known(0))
     pool, at, indexes = n.attr("pool_strings", ()) or n.attr("pool_int64s", ()), n.attr("ngram_counts"), n.attr("ngram_indexes")
-    if x.ndim > 2 or min(indexes, default=-1) < 0 or list(at) != sorted(at) or any(not 0 <= a <= len(pool) for a in at):
+    parts = [*zip(at, (*at[1:], len(pool)))]  # of the pool, by the size of the n-grams in it
+    inside = all(0 <= start <= end for start, end in parts)
+    sized = enumerate(parts if inside else [], 1)
+    every = [tuple(pool[i : i + size]) for size, (start, end) in sized for i in range(start, end - size + 1, size)]
+    if x.ndim > 2 or min(indexes, default=-1) < 0 or not inside or len(every) > len(indexes):
         n.refuse(f"operand 0 has dims {list(x.shape)} (at most 2), or ngram_counts and ngram_indexes do not fit the pool")
     least, most, columns = n.attr("min_gram_length"), n.attr("max_gram_length"), max(indexes) + 1
-    grams: dict[tuple[Any, ...], int] = {}
-    number = 0
-    for size, (start, end) in enumerate(zip(at, (*at[1:], len(pool))), 1):
-        for i in range(start, end - size + 1, size):
-            if least <= size <= most:
-                grams[tuple(pool[i : i + size])] = indexes[number]
-            number += 1
+    grams = {g: i for g, i in zip(every, indexes) if least <= len(g) <= most}
     rows = (x if x.ndim == 2 else x.reshape(1, -1)).tolist()
     length = len(rows[0]) if rows else 0
     sizes, skips = sorted({len(g) for g in grams}), range(1, min(n.attr("max_skip_count") + 1, max(length, 1)) + 1)
