@@ -43,12 +43,10 @@ class Pattern:
     def matches(self, text: str) -> bool:
         """True if the whole text matches. ValueError: the matches took STEPS steps together."""
         now = {self.start}
-        for i in range(len(text) + 1):
-            around = text[i - 1 : i] if i else "", text[i : i + 1]
-            reached = self._reached(now, *around)
-            if i == len(text) or not reached:
+        for before, char in zip(("", *text), (*text, "")):
+            reached = self._reached(now, before, char)
+            if not char or not reached:
                 return 0 in reached
-            char = text[i]
             now = {n for s in reached for n in self.next[s][1] if callable(self.next[s][0]) and self.next[s][0](char)}
         return False
 
@@ -188,22 +186,28 @@ class Pattern:
         """The class behind a [, as Python writes it."""
         made, first = "[^" if self._take("^") else "[", True
         while first or not self._take("]"):
-            posix = re.compile(r"\[:(\^?)(\w+):\]").match(self.text, self.at)
-            if self.at >= len(self.text):
-                self._wrong("a [ without ]")
-            if posix:
-                if posix[1] or posix[2] not in _POSIX:
-                    self._wrong(f"the class {posix[0]}, which is not supported,")
-                made, self.at = made + _POSIX[posix[2]], posix.end()
-            elif self.text[self.at] == "\\":
-                if (found := self._escape())[0] == "@":
-                    self._wrong("a place in a class")
-                made += found
-            else:
-                char = self.text[self.at]
-                made, self.at = made + (f"\\{char}" if char in "[]&|~" or (first and char == "-") else char), self.at + 1
-            first = False
+            first, (member, alone) = False, self._member()
+            if alone and self.text.startswith("-", self.at) and not self.text.startswith("-]", self.at):
+                self.at += 1
+                end, alone = self._member()
+                member = f"{member}-{end}" if alone else self._wrong("a range that ends in a class")
+            made += member
         return f"{made}]"
+
+    def _member(self) -> tuple[str, bool]:
+        """A member of a class, and whether it is one character."""
+        if self.at >= len(self.text):
+            self._wrong("a [ without ]")
+        if self.text[self.at] == "\\":
+            found = self._escape()
+            return (found, found not in _SETS.values()) if found[0] != "@" else self._wrong("a place in a class")
+        if posix := re.compile(r"\[:(\^?)(\w+):\]").match(self.text, self.at):
+            if posix[1] or posix[2] not in _POSIX:
+                self._wrong(f"the class {posix[0]}, which is not supported,")
+            self.at = posix.end()
+            return _POSIX[posix[2]], False
+        self.at += 1
+        return re.escape(self.text[self.at - 1]), True
 
 
 def _takes(one: str, flags: str) -> Callable[[str], bool]:

@@ -235,8 +235,7 @@ def check_dims(n: Call, i: int, what: str, dims: tuple[int, ...]) -> None:
 @handler("GatherBlockQuantized", domain=MS)
 def gather_block_quantized(n: Call) -> Value:
     """Rows of a quantised table, decoded. Without zero points, integers in bytes are around the middle of their range."""
-    block, width, in_bytes = n.attr("block_size", 128), n.rank(0), n.element_type(0) == TensorProto.UINT8
-    bits = n.attr("bits", 4)
+    block, bits, width, in_bytes = n.attr("block_size", 128), n.attr("bits", 4), n.rank(0), n.element_type(0) == TensorProto.UINT8
     bits = bits if in_bytes else 4
     if n.axis(0, name="gather_axis") or n.axis(1, name="quantize_axis") != width - 1:
         n.refuse("rows are gathered along axis 0 of a table that is quantised along its last axis")
