@@ -268,8 +268,8 @@ def test_a_bias_of_scores_is_for_the_keys_that_there_are_where_the_past_has_room
     seen = (torch.arange(9)[None, :] < torch.tensor(lengths)[:, None])[:, None, None, :]
     scores = T(np.pad(bias, ((0, 0), (0, 0), (0, 0), (0, 3)))).expand(2, 4, 1, 9).masked_fill(~seen, -np.inf)
     expected = joined(F.scaled_dot_product_attention(split(q, 4), *(T(x).repeat_interleave(2, 1) for x in old), attn_mask=scores))
-    inputs = {"q": q, "k": k, "v": v, "pk": old[0], "pv": old[1], "n": np.array(lengths, np.int32) - 1, "t": np.array(6, np.int32)}
-    inputs |= {"c": None, "s": None, "p": None, "b": bias}
+    inputs = {"q": q, "k": k, "v": v, "pk": old[0], "pv": old[1], "n": np.array(lengths, np.int32) - 1}
+    inputs |= {"t": np.array(6, np.int32), "c": None, "s": None, "p": None, "b": bias}
     check("GroupQueryAttention", inputs, {"num_heads": 4, "kv_num_heads": 2}, [expected], consts=("t",), outputs=3)
 
 

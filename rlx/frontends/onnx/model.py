@@ -350,13 +350,10 @@ def _tree(x: Any, names: Iterator[str]) -> Any:
 
 
 def _element(kind: onnx.TypeProto) -> int:
-    while not kind.HasField("tensor_type"):
-        if kind.HasField("sequence_type"):
-            kind = kind.sequence_type.elem_type
-        elif kind.HasField("optional_type"):
-            kind = kind.optional_type.elem_type
-        else:
-            return 0
+    """0 for maps and sparse tensors."""
+    for inner in ("sequence_type", "optional_type"):
+        if kind.HasField(inner):
+            return _element(getattr(kind, inner).elem_type)
     return kind.tensor_type.elem_type
 
 

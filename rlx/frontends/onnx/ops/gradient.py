@@ -39,9 +39,7 @@ def gradient(n: Call) -> tuple[Value, ...]:
             needed.update(node.results)
     needed -= set(wanted)
     found = {y: functions.ones_like(y)}
-    for value in (v for node in reversed(nodes) for v in node.results if v in needed):
-        if value not in found:
-            continue
+    for value in (v for node in reversed(nodes) for v in node.results if v in needed and v in found):
         node = value.node
         if (rule := _RULES.get(node.op.name)) is None:
             n.refuse(f"the derivative of {node.op.name} is not supported; {', '.join(_RULES)} are")

@@ -109,14 +109,11 @@ def _attended(n: Call, q: Value, k: Value, v: Value, past: int, mask: int) -> Va
     row, column = (ops.iota(dims=(1, 1, queries, keys), axis=axis) for axis in (2, 3))
     before = ops.less_equal(column, row + (keys - queries)) if causal else None
     if bias is None and least <= HIDES:
-        return ops.attention(q, k, v, reduce(ops.logical_and, _given(seen, before)), mask="custom", **facts)
+        both = reduce(ops.logical_and, [x for x in (seen, before) if x is not None])
+        return ops.attention(q, k, v, both, mask="custom", **facts)
     shift = None if seen is None else ops.where(seen, 0.0, least).astype(q.dtype)
-    bias = reduce(ops.add, _given(bias, shift))
+    bias = reduce(ops.add, [x for x in (bias, shift) if x is not None])
     return ops.attention(q, k, v, bias if before is None else ops.where(before, bias, -math.inf), mask="bias", **facts)
-
-
-def _given(*values: Value | None) -> list[Value]:
-    return [v for v in values if v is not None]
 
 
 @handler("GroupQueryAttention", domain=MS)
@@ -124,7 +121,8 @@ def group_query_attention(n: Call) -> Any:
     """Operands: q, k, v (or all in q), past keys and values, the last position of each row, the greatest number of keys, tables
     of cosines and sines, position ids, bias of scores, scales of norms of q and k. Where the past has room for all keys, new ones
     are written into it."""
-    if n.has(11) or n.attr("smooth_softmax", 0) > 0 or n.wants(3) or not n.attr("causal", 1) or not n.attr("local_window_size", -1):
+    window = n.attr("local_window_size", -1)
+    if n.has(11) or n.attr("smooth_softmax", 0) > 0 or n.wants(3) or not n.attr("causal", 1) or not window:
         n.refuse("sinks, smooth softmax, later keys, windows of 0 keys and scores as a result are not supported")
     heads, groups, rows = n.attr("num_heads"), n.attr("kv_num_heads"), known_dim(n, 0, 1)
     if n.has(1):
@@ -147,7 +145,6 @@ def group_query_attention(n: Call) -> Any:
         q, k = (turned(x, *angles, paired) for x in (q, k))
     if past:
         k, v = (_joined(n, i, x, start, size) for i, x in ((3, k), (4, v)))
-    window = n.attr("local_window_size", -1)
     facts: dict[str, Any] = {"scale": n.attr("scale", 0.0) or 0.0, "cap": n.attr("softcap", 0.0)}
     if n.has(10):
         behind = start.reshape((-1, 1, 1, 1)) + ops.iota(dims=(1, 1, rows, 1), axis=2) - ops.iota(dims=(1, 1, 1, size), axis=3)

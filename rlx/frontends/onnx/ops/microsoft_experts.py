@@ -13,7 +13,6 @@ from rlx.ir import ops
 from rlx.ir.node import Value
 
 MS = "com.microsoft"
-Linear = Callable[[Value, int], Value]  # (rows grouped by expert, 0 for fc1, 1 for fc2, 2 for fc3)
 _ACTIVATIONS: dict[str, Callable[[Value], Value]] = {
     "relu": ops.relu, "silu": ops.silu, "identity": lambda x: x, "gelu": lambda x: ops.gelu(x, approximate="tanh"),
     "relu2": lambda x: ops.relu(x) * ops.relu(x),
