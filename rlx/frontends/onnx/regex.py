@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NoReturn
 
 STATES, STEPS, DEEP, TIMES = 10_000, 1 << 23, 100, 1000  # of a pattern, of all its matches, groups inside each other, repetitions
@@ -187,8 +188,7 @@ class Pattern:
         made, first = "[^" if self._take("^") else "[", True
         while first or not self._take("]"):
             first, (member, alone) = False, self._member()
-            if alone and self.text.startswith("-", self.at) and not self.text.startswith("-]", self.at):
-                self.at += 1
+            if alone and not self.text.startswith("-]", self.at) and self._take("-"):
                 end, alone = self._member()
                 member = f"{member}-{end}" if alone else self._wrong("a range that ends in a class")
             made += member
@@ -212,19 +212,13 @@ class Pattern:
 
 def _takes(one: str, flags: str) -> Callable[[str], bool]:
     """A function that says whether a pattern for one character takes a character."""
-    kept: dict[str, bool] = {}
     mode = (re.IGNORECASE if "i" in flags else 0) | (re.DOTALL if "s" in flags else 0)
     try:
         match = re.compile(one, mode).fullmatch
     except re.error as e:
         raise ValueError(f"{one[:60]!r} is no class of characters: {e}") from None
 
-    def takes(char: str) -> bool:
-        if (found := kept.get(char)) is None:
-            found = kept[char] = match(char) is not None
-        return found
-
-    return takes
+    return cache(lambda char: match(char) is not None)
 
 
 __all__ = ["Pattern"]

@@ -79,8 +79,7 @@ def attention(n: Call) -> Any:
     past = known_dim(n, 4, 3) if n.has(4) else 0
     if n.has(4):
         k, v = (ops.concat(n.value(4)[i], part, axis=2) for i, part in enumerate((k, v)))
-    out = heads_last(_attended(n, q, k, v, past, 3), 3)
-    return (out, functions.stack([k, v], 0)) if n.wants(1) else out
+    return heads_last(_attended(n, q, k, v, past, 3), 3), functions.stack([k, v], 0) if n.wants(1) else None
 
 
 def _padding(n: Call, i: int, keys: int) -> Value | None:
