@@ -14,24 +14,10 @@ from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope, expr, limit_of
 from rlx.backends.shared.nest import substitute
 from rlx.host.emit import Emitter, V, stored, vector
-from rlx.ir.kernel import (
-    Alu,
-    Buffer,
-    Computed,
-    Const,
-    Contract,
-    Expr,
-    Kernel,
-    Load,
-    Local,
-    Loop,
-    Operand,
-    Stmt,
-    Store,
-    Var,
-    coefficient,
-    k,
-)
+
+from rlx.ir.kernel import (  # isort: skip
+    Alu, Buffer, Computed, Const, Contract, Expr, Kernel, Load, Local, Loop, Operand, Stmt, Store, Var, coefficient, k,
+)  # fmt: skip
 from rlx.ir.kernel import walk as parts_of
 from rlx.ir.target import Target
 
