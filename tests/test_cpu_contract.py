@@ -622,6 +622,32 @@ def test_the_tiles_of_a_panel_prefetch_the_next_one_together() -> None:
         assert not lines or (f"i64 {after}" in text and re.search(rf"mul i64 %\w+, {share}\b", text)), m
 
 
+def test_one_row_fetches_cold_weights_ahead_where_that_gains() -> None:
+    """A tile of one row takes four steps of k at a time, of three lines each."""
+    target = target_for("x86_64-unknown-linux-gnu", "sapphirerapids")
+    for n, lines in ((96, 0), (67200, 12)):
+        text = contract.render(product(1, n, 64, panel=48), target, "mm").text
+        assert text.count("call void @llvm.prefetch") == lines and (not lines or f"i64 {NEAR}" in text), n
+
+
+@pytest.mark.parametrize("dtypes", [F32, (bf16, bf16, f32)], ids=str)
+def test_fetching_ahead_changes_no_bit(dtypes: DTypes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it read past the weights: their last page is followed by one that cannot be read."""
+    target = TARGETS["host"]
+    panel, group = target.panel(dtypes[0].name)
+    if not panel:
+        pytest.skip(f"{dtypes[0].name} weights are not packed for {target.name}")
+    monkeypatch.setattr(tiles, "COLD", 1)
+    found = []
+    for ahead in (False, True):
+        monkeypatch.setattr(tiles, "fetches_ahead", lambda features, ahead=ahead: ahead)
+        kernel = product(1, 100, 300, dtypes=dtypes, panel=panel, group=group)
+        assert ("llvm.prefetch" in contract.render(kernel, target, "mm").text) == ahead
+        values = {"a": numbers(300, dtypes[0], 0), "b": numbers(kernel.buffers[1].size, dtypes[1], 1)}
+        found.append(run(kernel, target, values)["c"].tobytes())
+    assert found[0] == found[1]
+
+
 def test_rows_stay_whole() -> None:
     """Two blocks of eight rows for two threads, over all panels."""
     p = plan_of(norm_kernel(16, 384, 384, 48), 2)

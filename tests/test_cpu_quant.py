@@ -17,6 +17,7 @@ from op_oracles import packed_blocks
 
 import rlx
 from rlx.backends.cpu.kernels import quant
+from rlx.backends.cpu.render import render
 from rlx.errors import AttributeValueError
 from rlx.ir.blocks import FORMATS, Bits, Format, Integers, Panel
 from rlx.ir.dtype import as_dtype, bf16, f32, i64, u8
@@ -249,6 +250,20 @@ def test_small_weights_lie_together():
     places = sorted((compiled._executable.address(b.id), b.nbytes) for b in prepared)
     assert len(places) == 3 and places[0][0] % (2 << 20) == 0 and places[0][1] < 2 << 20
     assert all(start + nbytes == after for (start, nbytes), (after, _) in pairwise(places))
+
+
+@pytest.mark.parametrize(("threads", "tasks"), [(1, 1), (2, 6), (4, 16), (16, 27)])
+def test_every_thread_has_a_part_of_the_weights(threads, tasks):
+    """1.8 MB; of smaller weights 16 threads do not all get a task, since one has 64 KB at least."""
+    target = replace(TARGETS["host"], threads=threads)
+    made = {}
+    for columns in (3072, 320):
+        x, w, y = Buffer("x", f32, 1024), Buffer("w", u8, columns // PANEL * PANEL * 4 * 144), Buffer("y", f32, columns, True)
+        i, j, acc = Var("i"), Var("j"), Var("acc", f32)
+        right = Operand(w, const(0), blocks="q4_k")
+        body = Contract(i, j, 1, columns, 1024, Operand(x, const(0), 0, 1), right, acc, (Store(y, linear([(j, 1)]), acc),))
+        made[columns] = render(Kernel("few", (x, w, y), (), (), (body,)), target, "few").tasks
+    assert made[3072] == tasks and made[320] == (2 if threads > 2 else 1)
 
 
 def test_claims():

@@ -4,6 +4,7 @@ and in programs."""
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from kernel_runs import TARGETS, run
 import rlx
 from rlx.backends import get
 from rlx.backends.cpu.backend import with_natives
-from rlx.backends.cpu.kernels import tiles
+from rlx.backends.cpu.kernels import contract, tiles
 from rlx.backends.cpu.render import axes, render
 from rlx.backends.shared import c_style
 from rlx.backends.shared.c_dialect import C
@@ -172,6 +173,25 @@ def test_the_tokens_of_a_group_are_gathered_in_the_product() -> None:
     names = [" ".join(s.kernel.origin) for s in program().steps]
     assert sum("segment_matmul" in name for name in names) == 4
     assert all("gather" in name or "exp" in name for name in names if "segment_matmul" in name), names
+
+
+def test_low_tiles_fetch_ahead_where_that_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same bits, and nothing read past the last weights."""
+    target, found, sizes = with_natives(TARGETS["host"]), [], [1, 0, 2, 3, 5, 20]
+    steps = lower(product(sizes, 64, 96, ("f32", "f32"), known=True), target, rlx.CompileOptions()).steps
+    kernel = next(s.kernel for s in steps if isinstance(s.kernel.body[0], K.Contract))
+    rng = np.random.default_rng(0)
+    known = {(i32, 6): np.cumsum(sizes).astype(np.int32)}
+    values = [known.get((b.dtype, b.size), rng.standard_normal(b.size).astype(b.dtype.numpy)) for b in kernel.buffers]
+    for ahead in (False, True):
+        monkeypatch.setattr(contract, "fetches_ahead", lambda features, ahead=ahead: ahead)
+        functions = render(kernel, target, "kernel").text.split("define ")
+        low = [text for text in functions if re.match(r"internal void @tile_[123]x", text)]
+        assert len(low) == 3 and all(("llvm.prefetch" in text) == ahead for text in low)
+        (out,), status = run(kernel, [None if b.writable else v for b, v in zip(kernel.buffers, values)], target)
+        assert status == 0
+        found.append(out.tobytes())
+    assert found[0] == found[1]
 
 
 def test_the_defaults_of_tuning_parameters_are_those_of_the_code() -> None:

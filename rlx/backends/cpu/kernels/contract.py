@@ -29,6 +29,7 @@ from rlx.backends.cpu.kernels.tiles import AHEAD_ROWS, DEFAULT_TILING, NEAR, dot
 from rlx.backends.cpu.loops import emit_statements, emit_vector_loop, hoist, prefers_inner
 from rlx.backends.cpu.scope import Scope
 from rlx.host.emit import Emitter, V, stored, vector
+from rlx.host.processor import fetches_ahead
 from rlx.ir.dtype import u8, u16
 from rlx.ir.kernel import Computed, Contract, Kernel, Local, Loop, Operand
 from rlx.ir.target import Target
@@ -226,10 +227,12 @@ class _Contraction(Product):
 
     def _cut_tile(self, e: Emitter, t: Tile, a: V, b: V, sums: V, layout: Layout, steps: int, tile: V, tiles: V) -> None:
         """Tile number `tile` of `tiles`, known at run time: each prefetches its share of the next panel, a third if there are
-        more than three, low ones nothing."""
+        more than three. Low ones prefetch from a little further on in their own, or nothing."""
         name = f"tile_{t.rows}x{t.vectors}_{t.tail}"
         if t.rows < AHEAD_ROWS:
-            self._tile(e, replace(t, ahead=0), name, a, b, sums, layout, steps)
+            near = fetches_ahead(self.features)
+            low = replace(t, ahead=layout.byte(1, 0) if near else 0)
+            self._tile(e, low, name, a, b, sums, layout, steps, *([e.gep(b, NEAR)] if near else []))
             return
         after = e.gep(b, layout.byte(steps, 0))
         for order, few in (("eq", 1), ("eq", 2), ("ugt", 2)):

@@ -20,7 +20,8 @@ from rlx.backends.cpu.kernels.tiles import (  # isort: skip
 )  # fmt: skip
 
 SCRATCH_BYTES = 1 << 18  # most rounded rows of x that a task keeps
-TASK_BYTES = 1 << 18  # weights; with few rows, a smaller task is not worth handing over
+TASK_BYTES = 1 << 18  # weights; with few rows, a smaller task is not worth handing over to the other one of two threads
+SHARED_BYTES = 1 << 16  # the same of more threads, which else would not all have as much, or no task at all
 GRAIN = 1 << 22  # products; with many rows, a smaller task is not worth handing over
 TASKS_PER_THREAD = 4
 AHEAD = 6 << 10  # bytes: how far panels are prefetched; a processor starts anew at every page, and stays too close
@@ -46,7 +47,8 @@ class PanelProduct(Product):
         row_bytes += sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
         panels, batch = -(-c.n // PANEL), prod(extent for _, extent in kernel.grid)
         nbytes, products = panels * self.panel_bytes, c.m * c.n * c.k
-        work, each = batch * max(nbytes // TASK_BYTES, products // GRAIN), self.tasks_per_thread
+        least = TASK_BYTES if target.threads <= 2 else SHARED_BYTES
+        work, each = batch * max(nbytes // least, products // GRAIN), self.tasks_per_thread
         if c.count is not None:
             work, each = max(1, min(batch, c.m) * nbytes // TASK_BYTES, products // GRAIN), RAGGED_TASKS
         default = 1 if target.threads == 1 else min(work, target.threads * each)

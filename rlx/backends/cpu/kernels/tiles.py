@@ -16,6 +16,7 @@ from rlx.backends.cpu.dots import SUMS as SUM_DTYPES
 from rlx.backends.cpu.dots import Dot, dot_of
 from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.tile import LINE
+from rlx.host.processor import fetches_ahead
 from rlx.ir.kernel import Computed, Contract, Kernel, Local, Operand, walk
 from rlx.ir.target import Target
 from rlx.records import record
@@ -27,7 +28,7 @@ GRAIN = 1 << 17  # multiply-adds; smaller tasks are not worth handing over (abou
 TASKS_PER_THREAD = 4  # enough to balance threads of unequal speed
 SCRATCH = 1 << 20  # most bytes of converted rows of `a` and per-row locals of a task
 COMPUTED_ROWS = 32  # with lower blocks, reading all of `b` for each takes longer than computing rows of `a` twice
-AHEAD_ROWS = 4  # lower tiles of a group of rows only wait for memory, and prefetching slows them
+AHEAD_ROWS = 4  # lower tiles of a group of rows only wait for memory: they do not ask for the next panel
 NEAR = 9 << 10  # bytes from where the only tile of a panel is to where it prefetches
 COLD = 1 << 22  # bytes of `b` that the caches do not keep from one run to the next, among others of the same size
 IN_PLACE_TILES = 8  # up to this many row tiles read an unpacked `b` in place; with more, each panel is copied first
@@ -152,7 +153,7 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     windows = isinstance(c.a, Operand) and c.a.col_levels  # read again and again from caches that do not hold copies of them
     tiled = matrix == amx.SIDE and (stage_a or (groups == 1 and panels >= TILED_PANELS and not cached and not windows))
     depth = _depth(c, group, vectors * lanes, matrix, stage_a, target)
-    ahead = tiling.get("ahead", tiles > 1 if matrix else _fetches_ahead(c, rows, tiles))  # one tile of the matrix unit is quick
+    ahead = tiling.get("ahead", tiles > 1 if matrix else _fetches_ahead(c, rows, tiles, target))  # one tile of the unit is quick
     return Plan(
         lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, group, stage_a or tiled, stage_b,
         registers, matrix, bool(ahead), depth, tiled, segment,
@@ -177,7 +178,7 @@ def _ragged(
     groups, batch_groups = ragged_tasks(panels, batch, c.m, wanted, target.threads)
     return Plan(
         lanes, vectors, rows, row_tiles, row_tiles, panels, batch, batch_groups, 1, groups, group, stage_a,
-        _stage_b(c.b, c, -(-c.m // max(1, batch * rows))), registers, matrix, _fetches_ahead(c, rows, 1),
+        _stage_b(c.b, c, -(-c.m // max(1, batch * rows))), registers, matrix, _fetches_ahead(c, rows, 1, target),
         _depth(c, group, vectors * lanes, matrix, stage_a, target), tiled=matrix > 0,
     )  # fmt: skip
 
@@ -330,11 +331,11 @@ def _stage_b(b: Operand | Computed, c: Contract, tiles: int) -> str:
     return "columns" if b.row_stride == 1 or c.k == 1 else "any"
 
 
-def _fetches_ahead(c: Contract, rows: int, tiles: int) -> bool:
-    """Whether prefetching gains. It costs low tiles up to a third if `b` is in a cache, and one row a tenth on some processors:
-    they run far enough ahead by themselves."""
+def _fetches_ahead(c: Contract, rows: int, tiles: int, target: Target) -> bool:
+    """Whether prefetching gains. It costs low tiles up to a third if `b` is in a cache, and one row a tenth on processors that
+    run far enough ahead by themselves."""
     cold = isinstance(c.b, Operand) and c.b.buffer.size * c.b.dtype.itemsize >= COLD
-    return rows >= 6 or min(c.m, rows * tiles) >= 10 or (cold and rows > 1)
+    return rows >= 6 or min(c.m, rows * tiles) >= 10 or (cold and (rows > 1 or fetches_ahead(target.features)))
 
 
 def _fetches_rows(c: Contract, group: int, panels: int, depth: int, staged: bool) -> bool:
