@@ -114,7 +114,7 @@ def build(source: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="rlx-c-") as folder:
         path, made = Path(folder) / "kernels.c", Path(folder) / "kernels.so"
         path.write_text(source)
-        command = [str(compiler()), *FLAGS, "-O1", "-shared", "-fPIC", "-o", str(made), str(path), "-lm"]
+        command = [str(compiler()), *FLAGS, "-O0", "-shared", "-fPIC", "-o", str(made), str(path), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise CompileError(f"{' '.join(command)} failed:\n{done.stderr[:3000]}")
