@@ -141,12 +141,12 @@ def test_rounding_of_f16() -> None:
 @pytest.mark.skipif(host_features()[0].startswith("triple=aarch64"), reason="this is such a processor")
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_emulated(processor: str) -> None:
-    """The tests above in the emulated Python. With the widest processor all of them, else products and convolutions."""
+    """The tests above in the emulated Python. With the widest processor all of them, else products and one convolution."""
     try:
         here = emulated()
     except Unavailable as why:
         pytest.skip(f"no emulated aarch64: {why}")
-    wanted = "products or convolutions or attention or rounding" if processor == "max" else "products or convolutions"
+    wanted = "products or convolutions or attention or rounding" if processor == "max" else "products or convolutions and 4"
     says = "import sys, pytest; from rlx.host.processor import host_features; print(*host_features()[2:])"
     tests = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", __file__, "-k", f"({wanted}) and not emulated"]
     command = here.command("-c", f"{says}; sys.exit(pytest.main(sys.argv[1:]))", *tests, cpu=processor)

@@ -406,8 +406,13 @@ def test_a_config_is_read_as_transformers_reads_it(name, tmp_path):
     network, refused = make(name, tmp_path, **sizes), []
     path = tmp_path / "config.json"
     written = json.loads(path.read_text())
+    seen = [written]
     for changes in EDITS if edits is None else [edits]:
-        path.write_text(json.dumps({k: v for k, v in {**written, **changes}.items() if v != ""}))
+        config = {k: v for k, v in {**written, **changes}.items() if v != ""}
+        if config in seen:
+            continue  # the keys that go are not there
+        seen.append(config)
+        path.write_text(json.dumps(config))
         try:
             want = logits(type(network).from_pretrained(tmp_path).eval(), TOKENS[:1, :17])
             found = whole(Checkpoint(tmp_path), TOKENS[:1, :17])
