@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlx.errors import InputShapeError
+from rlx.errors import InputShapeError, ModelError
 from rlx.frontends.onnx import OnnxModel
+from tests.onnx_models import parsed
 from tests.onnx_networks import GenAI, decoder, encoder, llama, whisper
 
 IDS = np.random.default_rng(0).integers(3, 96, (1, 22))
@@ -72,6 +73,29 @@ def test_states_in_place_that_are_full_are_named():
     model.run(feeds)
     with pytest.raises(InputShapeError, match="the states hold 7 rows, 6 are filled, and 6 more come"):
         model.run(feeds | {"attention_mask": np.ones((1, 12), np.int64)})
+
+
+COUNTS = """agraph (float[1,rows,4] x, int64[1,total] attention_mask, int64[rows] position_ids, float[1,past,4] past_0)
+    => (float[1,1,4] y, float[1,all,4] present_0)
+    <int64[1] ends = {2}, int64[2] around = {0, 2}, int64[1] rows_axis = {1}, int64 one = {1}> {
+  before = Shape <start = 1, end = 2> (past_0)  more = Shape <start = 1, end = 2> (x)  behind = Add (before, more)
+  first = Squeeze (before)  last = Squeeze (behind)  places = Range (first, last, one)
+  at = Cast <to = 1> (WHERE)  shift = Unsqueeze (at, around)  row = Add (x, shift)
+  present_0 = Concat <axis = 1> (past_0, row)
+  seen = Cast <to = 1> (attention_mask)  wide = Unsqueeze (seen, ends)  kept = Mul (present_0, wide)
+  y = ReduceSum (kept, rows_axis)
+}"""
+
+
+def test_positions_that_are_counted_by_the_dims_of_the_past_are_refused_as_states():
+    x = np.zeros((1, 2, 4), np.float32)
+    feeds = [{"x": x[:, :n], "attention_mask": np.ones((1, end), np.int64), "position_ids": np.arange(end - n, end)}
+             for n, end in ((2, 2), (1, 3))]  # fmt: skip
+    given = OnnxModel(parsed(COUNTS.replace("WHERE", "position_ids")), states=24)
+    y = [given.run(f)["y"][0, 0, 0] for f in feeds]
+    assert y == [0 + 1, 0 + 1 + 2]
+    with pytest.raises(ModelError, match=r"f32\[1,2,1\] depends on the rows .*: export it with position_ids"):
+        OnnxModel(parsed(COUNTS.replace("WHERE", "places")), states=24).run(feeds[0])
 
 
 def heard():

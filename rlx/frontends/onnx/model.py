@@ -26,7 +26,7 @@ from rlx.forks import Lock
 from rlx.frontends.onnx.call import flat, is_text
 from rlx.frontends.onnx.importer import Importer, check, from_onnx, imported
 from rlx.frontends.onnx.proto import TEXT, Source, dims_of, numpy_type, stored, text_of
-from rlx.frontends.onnx.states import MASK, in_place, pairs
+from rlx.frontends.onnx.states import MASK, MORE, differing, in_place, pairs
 from rlx.ir.dtype import as_dtype
 from rlx.ir.graph import Graph
 from rlx.ir.shape import Shape
@@ -218,6 +218,13 @@ class OnnxModel(Shown):
             self._kept.move_to_end(key)
             return found
         importer = self._import(given)
+        if self._pairs and not self._in_place and given[MASK].ndim == 2:
+            longer = {**given, MASK: np.pad(given[MASK], ((0, 0), (MORE, 0)))}
+            if found := differing(importer.graph, self._import(longer, MORE).graph):
+                raise ModelError(
+                    f"{self._source.name}: {found} depends on the rows that the states have room for, as positions that are "
+                    "counted by the dims of the past: export it with position_ids as an input, or leave states= out"
+                )
         key = self._key(given)  # which has the contents of inputs that the import asked for
         made = self._signature(importer)
         self.reasons.append(self._reason(dict(key)))
@@ -229,12 +236,12 @@ class OnnxModel(Shown):
     def _key(self, given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
         return tuple((name, _described(x, name in self._known)) for name, x in given.items())
 
-    def _import(self, given: Mapping[str, Any]) -> Importer:
-        """An import for these inputs: again, if it asks for the contents of some."""
+    def _import(self, given: Mapping[str, Any], more: int = 0) -> Importer:
+        """An import for these inputs, and states with `more` rows: again, if it asks for the contents of some."""
         while True:
             about = {n: _shown(x, n in self._known) for n, x in given.items()}
             control = self.session.target().control and "control" not in self.options.disable
-            importer = imported(self._source, self._sizes(given), about, self._pairs, self.states or 0, control)
+            importer = imported(self._source, self._sizes(given), about, self._pairs, (self.states or 0) + more, control)
             if self._known.issuperset(importer.wanted):
                 check(importer)
                 return importer

@@ -10,9 +10,12 @@ from collections.abc import Mapping
 
 from rlx.errors import GraphError
 from rlx.frontends.onnx.proto import Source
+from rlx.ir.graph import CONSTANT, Graph
 from rlx.ir.node import Value
+from rlx.ir.shape import Shape
 
 MASK = "attention_mask"  # the input that hides rows of the past
+MORE = 1009  # rows, to see the values that depend on their number: dims do not become others of the model by them
 _NAMES = (("past_key_values", "present"), ("past", "present"), ("past_key_values", "present_key_values"))
 
 
@@ -43,4 +46,12 @@ def following(name: str, past: Value, present: Value, added: Mapping[Value, int]
     return present[(slice(None),) * longer[0] + (slice(now - was, now),)], now - was
 
 
-__all__ = ["MASK", "following", "in_place", "pairs"]
+def differing(graph: Graph, longer: Graph) -> Shape | None:
+    """Of constants that are others if the states have room for more rows, and have the same dims: positions behind those rows,
+    which are wrong where not all are filled. None: there are none."""
+    mine, theirs = ({(n.shapes[0], n.attrs.data.tobytes()) for n in g.nodes() if n.op is CONSTANT} for g in (graph, longer))  # type: ignore[union-attr]
+    alike = {shape for shape, _ in theirs - mine}
+    return next((shape for shape, _ in mine - theirs if shape in alike), None)
+
+
+__all__ = ["MASK", "MORE", "differing", "following", "in_place", "pairs"]
