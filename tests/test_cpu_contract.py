@@ -605,6 +605,17 @@ def test_every_thread_has_work(shape: tuple[int, int, int], threads: int) -> Non
     assert plan_of(product(*shape, panel=TARGETS["host"].panel("f32")[0]), threads).tasks >= threads
 
 
+@pytest.mark.parametrize("threads", [2, 6, 8])
+@pytest.mark.parametrize("m", [392, 1568, 3136, 6272])
+def test_few_tasks_are_whole_rounds(m: int, threads: int) -> None:
+    """Threads end together: else one has a task more than others."""
+    kernel = product(m, 512, 256, panel=48)
+    (c,) = kernel.body
+    assert isinstance(c, Contract)
+    p = plan(kernel, c, target_for("x86_64-unknown-linux-gnu", "x86-64-v4", threads=threads))
+    assert p.tasks % threads == 0 and p.tasks >= threads
+
+
 def test_few_rows_read_b_in_place_and_many_copy_it() -> None:
     """The strided tests above cover both ways."""
     assert [plan_of(product(m, 70, 33, b="rows"), 1).stage_b for m in (6, 80)] == ["", "rows"]

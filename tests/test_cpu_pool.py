@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #   fail(x): status 5.   hold(flags): flags[1] = 1, then waits for flags[0]
 #   meet(x): x[1 + task] = address of its scratch; x[0] += 1 and waits until that is 2: two threads are in at once
 #   crowd(x): x[0] threads are in now, x[1] the most that were at once
+#   last(x, n): x[0] += 1 and x[1 + that] = task; task 0 waits until x[0] is n
 #   relay(flags): task 0 waits for flags[1], which task 1 sets before it waits for flags[0]
 KERNELS = """
 define void @count(ptr %args, i64 %task, ptr %scratch, ptr %status) {
@@ -115,6 +116,24 @@ out:
   %y = atomicrmw sub ptr %p, i64 1 seq_cst
   ret void
 }
+define void @last(ptr %args, i64 %task, ptr %scratch, ptr %status) {
+entry:
+  %p = load ptr, ptr %args
+  %n.p = getelementptr i64, ptr %args, i64 1
+  %n = load i64, ptr %n.p
+  %old = atomicrmw add ptr %p, i64 1 seq_cst
+  %place = add i64 %old, 1
+  %q = getelementptr i64, ptr %p, i64 %place
+  store i64 %task, ptr %q
+  %waits = icmp eq i64 %task, 0
+  br i1 %waits, label %wait, label %out
+wait:
+  %v = load atomic i64, ptr %p seq_cst, align 8
+  %more = icmp slt i64 %v, %n
+  br i1 %more, label %wait, label %out
+out:
+  ret void
+}
 define void @relay(ptr %args, i64 %task, ptr %scratch, ptr %status) {
 entry:
   %p = load ptr, ptr %args
@@ -137,7 +156,7 @@ out:
 
 @cache
 def library() -> Library:
-    return Library([compile_object(KERNELS, host_target(1))], ("count", "crowd", "fail", "meet", "hold", "relay"))
+    return Library([compile_object(KERNELS, host_target(1))], ("count", "crowd", "fail", "meet", "hold", "last", "relay"))
 
 
 class Table:
@@ -273,6 +292,26 @@ def test_threads_have_scratch_of_their_own():
         met[0] = 0
         assert table.run() == 0
         assert set((met[1:] - table.scratch.ctypes.data).tolist()) == {0, 64}
+
+
+def test_a_thread_takes_the_same_part_of_the_tasks_in_every_step():
+    met = [np.zeros(3, np.int64) for _ in range(20)]
+    table = Table([("meet", 2, (x,)) for x in met], 2)
+    for _ in range(20):
+        for x in met:
+            x[0] = 0
+        assert table.run() == 0
+        assert [(x[1:] - table.scratch.ctypes.data).tolist() for x in met] == [[0, 64]] * 20
+
+
+@pytest.mark.parametrize(("tasks", "order"), [(2, [1]), (3, [1, 2]), (8, [4, 5, 6, 7, 3, 2, 1]), (9, [4, 5, 6, 7, 8, 3, 2, 1])])
+def test_a_thread_takes_the_last_tasks_of_another_part_when_its_own_is_done(tasks, order):
+    seen = np.zeros(1 + tasks, np.int64)
+    table = Table([("last", tasks, (seen, tasks))], 2)  # the caller waits in task 0 for all others
+    for _ in range(20):
+        seen[0] = 0
+        assert table.run() == 0
+        assert [t for t in seen[1:].tolist() if t] == order
 
 
 def test_a_caller_that_waits_long_sleeps_and_is_woken():

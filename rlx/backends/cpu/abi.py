@@ -13,6 +13,8 @@ from rlx.records import record
 MAX_THREADS = 1024
 MAX_TASKS = 1 << 31
 MAX_CPUS = 1024  # CPUs with higher numbers are never marked as pinned
+MAX_PARTS = 64  # of a group's tasks; with more threads, some share one
+PART_BYTES = 64  # a cache line, for the numbers that belong to one
 ATTEND = -1  # returned by a run that succeeded, if `Pool.attend` should be called before the next one
 
 
@@ -33,14 +35,16 @@ class Run(ctypes.Structure):
 
 
 class Control(ctypes.Structure):
-    """A pool's shared state. All fields that change in a run are on one cache line; the rest is constant. `alone`: number of
-    current runs, apart from the one that uses the workers. `pinned`, by CPU: ATTEND if a worker is pinned to it, else 0."""
+    """A pool's shared state. The fields that change in a run are on one cache line, and `taken`, on one line for each part of a
+    group's tasks: how many of them its own threads have taken (low half), and other threads (high half). `parts`: their number.
+    The rest is constant. `alone`: number of current runs, apart from the one that uses the workers. `pinned`, by CPU: ATTEND if a
+    worker is pinned to it, else 0."""
 
     _fields_ = [
         ("ticket", I64), ("step", P), ("run", P), ("done", I32), ("sleepers", I32), ("lock", I32), ("workers", I32),
-        ("caller_asleep", I32), ("stop", I32), ("alone", I32), ("pad", I32 * 3),
-        ("idle_spins", I64), ("busy_spins", I64), ("yields", I64), ("wait", P), ("sched_yield", P), ("getcpu", P),
-        ("pinned", ctypes.c_int8 * MAX_CPUS),
+        ("caller_asleep", I32), ("stop", I32), ("alone", I32), ("parts", I32), ("pad", I32 * 2),
+        ("taken", I64 * (PART_BYTES // 8 * MAX_PARTS)), ("idle_spins", I64), ("busy_spins", I64), ("yields", I64), ("wait", P),
+        ("sched_yield", P), ("getcpu", P), ("pinned", ctypes.c_int8 * MAX_CPUS),
     ]  # fmt: skip
 
 

@@ -2,7 +2,9 @@
 
 A run offers its table to every thread that is awake. Independent steps form a group. A group runs like one step: its tasks are
 those of its steps, numbered step after step. One word, the ticket, holds a generation (high half) and the number of tasks left in
-the current group (low half, above BIAS); taking a task is one atomic subtraction. No thread waits for a thread without a task:
+the current group (low half, above BIAS); taking a task is one atomic subtraction. Which task that is, another word tells: each
+thread has a part of the tasks, those of adjacent numbers, and takes the last ones of others' parts when its own is used up. So a
+thread mostly reads the rows that it wrote in the step before, from its own cache. No thread waits for a thread without a task:
 a group ends when its tasks are done, and the thread that finished the last one starts the next group, or the one to which a jump
 leads (rlx.backends.cpu.flow). That thread runs groups of
 one task itself and publishes larger ones with a new generation. A late or missing worker only means less parallelism, so a run is
@@ -20,11 +22,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from rlx.backends.cpu.abi import ATTEND, BIAS, END, GENERATION, JUMP, MAX_CPUS, Control, Run, Step
+from rlx.backends.cpu.abi import ATTEND, BIAS, END, GENERATION, JUMP, MAX_CPUS, MAX_PARTS, PART_BYTES, Control, Run, Step
 from rlx.host.emit import V
 from rlx.host.functions import EVERYBODY, NULL, Body, Functions, fields_of
 
 STEP_BYTES = ctypes.sizeof(Step)
+OTHERS = 32  # bits in front of the number of tasks that other threads took from a part
 WAIT, WAKE = 128, 129  # futex operations, private to the process
 
 
@@ -115,6 +118,34 @@ def publish(e: ExecutorBody, c: V, low: V) -> None:
         attempt.next = [found]
 
 
+@_native("void", c="ptr", tasks="i64")
+def divide(e: ExecutorBody, c: V, tasks: V) -> None:
+    """Begin a group of so many tasks: a part for each thread, none of it taken."""
+    threads = e.bin("add", e.convert("zext", e.get(c, "workers"), "i64"), 1)
+    parts = e.intrinsic("umin", e.intrinsic("umin", threads, e.i64(MAX_PARTS)), tasks)
+    e.put(c, "parts", e.convert("trunc", parts, "i32"))
+    with e.loop(0, parts) as part:
+        e.store(e.i64(0), e.gep(e.at(c, "taken"), e.bin("mul", part.index, PART_BYTES)), 8)
+
+
+@_native("i64", c="ptr", tid="i64", tasks="i64")
+def claim(e: ExecutorBody, c: V, tid: V, tasks: V) -> None:
+    """The number of a task of the current group, for a thread that has taken one from the ticket: the next one of its own part,
+    or the last one of another. There is one, since the ticket gives no more than there are."""
+    parts = e.convert("zext", e.get(c, "parts"), "i64")
+    with e.loop(0, None, carried=[e.bin("urem", tid, parts)]) as each:
+        (part,) = each.carried
+        start, stop = (e.bin("udiv", e.bin("mul", tasks, x), parts) for x in (part, e.bin("add", part, 1)))
+        own = e.cmp("eq", each.index, 0)
+        word = e.gep(e.at(c, "taken"), e.bin("mul", part, PART_BYTES))
+        taken = e.update_atomic("add", word, e.select(own, e.i64(1), e.i64(1 << OTHERS)))
+        first, last = e.bin("and", taken, (1 << OTHERS) - 1), e.bin("lshr", taken, OTHERS)
+        with e.when(e.cmp("slt", e.bin("add", first, last), e.bin("sub", stop, start))):
+            e.ret(e.select(own, e.bin("add", start, first), e.bin("sub", e.bin("sub", stop, 1), last)))
+        each.next = [e.bin("urem", e.bin("add", part, 1), parts)]
+    e.do("unreachable")
+
+
 def _workers_are_free(e: ExecutorBody, c: V) -> V:
     """Whether there are fewer concurrent runs than workers. Otherwise the callers of those runs need the CPUs."""
     return e.cmp("slt", e.get(c, "alone", "monotonic"), e.get(c, "workers"))
@@ -123,8 +154,8 @@ def _workers_are_free(e: ExecutorBody, c: V) -> V:
 @_native("i1", c="ptr", run="ptr", done="ptr", tid="i64")
 def advance(e: ExecutorBody, c: V, run: V, done: V, tid: V) -> None:
     """Continue after the step `done`; all tasks up to its own are done. Runs groups of one task here (all steps if `c` is null).
-    True: a larger group was published, and its task 0 is reserved for this thread. False: the run has ended, and none of its
-    memory may be touched any more."""
+    True: a larger group was published, and one of its tasks is reserved for this thread. False: the run has ended, and none of
+    its memory may be touched any more."""
     pooled, end = e.cmp("ne", c, NULL), e.get(run, "end")
     address = lambda pointer: e.op("i64", f"ptrtoint {pointer} to i64")  # noqa: E731
     with e.loop(0, None, carried=[address(done)]) as each:
@@ -139,11 +170,12 @@ def advance(e: ExecutorBody, c: V, run: V, done: V, tid: V) -> None:
         with e.when(e.bin("and", pooled, e.cmp("sgt", tasks, 1))), e.when(_workers_are_free(e, c)):
             e.put(c, "step", step)
             e.put(c, "done", 0)
+            divide(e, c, tasks)
             rest = e.bin("sub", tasks, 1)
             publish(e, c, e.bin("add", rest, BIAS))
             sleepers = e.get(c, "sleepers", "seq_cst")
             with e.when(e.cmp("sgt", sleepers, 0)):
-                # the count is lowered only here, and task 0, still held, excludes a second publisher: so it never falls too low
+                # the count is lowered only here, and the task still held excludes a second publisher: so it never falls too low
                 called = e.intrinsic("smin", e.convert("trunc", rest, "i32"), sleepers)
                 e.change("sub", c, "sleepers", called)
                 e.futex(c, WAKE, called)
@@ -188,7 +220,7 @@ def take(e: ExecutorBody, c: V, tid: V) -> None:
         with e.when(e.cmp("sgt", e.tasks_left(ticket), 0)):
             left = e.tasks_left(e.change("sub", c, "ticket", 1))
             with e.when(e.cmp("sgt", left, 0)):
-                e.ret(e.bin("sub", _tasks(e, e.get(c, "step")), left))
+                e.ret(claim(e, c, tid, _tasks(e, e.get(c, "step"))))
         stopped = e.cmp("ne", e.get(c, "stop", "seq_cst"), 0)
         with e.when(e.select(e.cmp("eq", tid, 0), e.between_runs(ticket), stopped)):
             e.ret(e.i64(-1))
@@ -204,16 +236,14 @@ def work(e: ExecutorBody, c: V, tid: V, first: V) -> None:
     with e.loop(0, None, carried=[first]) as each:
         (task,) = each.carried
         perform(e, run, step, tid, task)
-        with e.when(e.cmp("eq", e.bin("add", task, 1), tasks)):
-            e.branch(each.done)
         left = e.tasks_left(e.change("sub", c, "ticket", 1))
         with e.when(e.cmp("sle", left, 0)):
             e.branch(each.done)
-        each.next = [e.bin("sub", tasks, left)]
+        each.next = [claim(e, c, tid, tasks)]
     mine = e.convert("trunc", e.bin("add", each.index, 1), "i32")
     all_done = e.bin("add", e.change("add", c, "done", mine), mine)
     with e.when(e.cmp("eq", all_done, e.convert("trunc", tasks, "i32"))), e.when(advance(e, c, run, last_of(e, step), tid)):
-        e.ret(e.i64(0))
+        e.ret(claim(e, c, tid, _tasks(e, e.get(c, "step"))))
     e.ret(take(e, c, tid))
 
 
@@ -234,7 +264,7 @@ def together(e: ExecutorBody, c: V, run: V, before: V) -> None:
     helped = e.cmp("ne", e.get(c, "workers"), 0)
     e.put(c, "run", run)
     with e.when(advance(e, e.select(helped, c, NULL), run, before, e.i64(0))):
-        share(e, c, e.i64(0), e.i64(0))
+        share(e, c, e.i64(0), claim(e, c, e.i64(0), _tasks(e, e.get(c, "step"))))
     status = e.get(run, "status")
     e.put(c, "lock", 0, "release")
     with e.when(e.cmp("ne", status, 0)):

@@ -16,15 +16,6 @@ from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.matrix import MatrixUnit
 from rlx.backends.cpu.kernels.module import SCRATCH, step
 from rlx.backends.cpu.kernels.product import Product, row_statements, stored_to
-from rlx.backends.cpu.kernels.tile import (
-    LINE,
-    Layout,
-    Tile,
-    stage_levels_function,
-    stage_rows_function,
-    tile_function,
-    transpose_function,
-)  # fmt: skip
 from rlx.backends.cpu.kernels.tiles import AHEAD_ROWS, DEFAULT_TILING, NEAR, dot_in, panel_of, plan
 from rlx.backends.cpu.loops import emit_statements, emit_vector_loop, hoist, prefers_inner
 from rlx.backends.cpu.scope import Scope
@@ -33,6 +24,10 @@ from rlx.host.processor import fetches_ahead
 from rlx.ir.dtype import u8, u16
 from rlx.ir.kernel import Computed, Contract, Kernel, Local, Loop, Operand
 from rlx.ir.target import Target
+
+from rlx.backends.cpu.kernels.tile import (  # isort: skip
+    LINE, Layout, Tile, stage_levels_function, stage_rows_function, tile_function, transpose_function,
+)  # fmt: skip
 
 
 def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int] = DEFAULT_TILING) -> Rendered:

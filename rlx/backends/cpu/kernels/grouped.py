@@ -17,7 +17,7 @@ from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels.module import SCRATCH, TASK, Module, divided, outside, share, step
 from rlx.backends.cpu.kernels.product import emit_epilogue
 from rlx.backends.cpu.kernels.tile import Layout, lane_mask, load_line
-from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, GRAIN, TASKS_PER_THREAD, distinct, other_tasks, registers_of
+from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, GRAIN, distinct, other_tasks, registers_of, tasks_of
 from rlx.backends.cpu.loops import emit_statements, hoist, weight
 from rlx.backends.cpu.scope import Scope
 from rlx.host.emit import Emitter, V, stored, vector
@@ -114,7 +114,7 @@ class _Grouped(Module):
         self.blocks = self.channels // (self.vectors * self.lanes)
         self.rows = self.batch * self.high.out
         work = self.rows * self.wide.out * self.channels * prod(self.w.dims[:-1])
-        wanted = tiling.get("tasks", 1 if target.threads == 1 else min(TASKS_PER_THREAD * target.threads, work // MULTIPLY_GRAIN))
+        wanted = tiling.get("tasks", tasks_of(work // MULTIPLY_GRAIN, target.threads))
         self.chunks = max(1, min(self.blocks, -(-wanted // max(1, self.rows)))) if wanted > self.rows else 1
         self.tasks = max(1, min(wanted, self.rows * self.chunks)) if prod(result) else 0
         self.heavy = weight(self.epilogue) >= HEAVY

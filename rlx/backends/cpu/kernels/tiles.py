@@ -25,6 +25,8 @@ MAX_ROWS = 8  # most rows of a tile; with 3 vectors of 16 lanes, 5 of AVX-512's 
 BLOCK_ROWS = 128  # most rows of a task's block: their part of `a` stays in the L2 cache
 FEWEST_ROWS = 4  # fewer rows take about as long, since reading `b` is the bottleneck
 GRAIN = 1 << 17  # multiply-adds; smaller tasks are not worth handing over (about a microsecond)
+EVEN = 32  # tasks of a thread: with so many, the last one does not count
+LEAST_TILES = 4  # of rows, in a block that is made lower
 TASKS_PER_THREAD = 4  # enough to balance threads of unequal speed
 SCRATCH = 1 << 20  # most bytes of converted rows of `a` and per-row locals of a task
 COMPUTED_ROWS = 32  # with lower blocks, reading all of `b` for each takes longer than computing rows of `a` twice
@@ -368,7 +370,12 @@ def _depth(c: Contract, group: int, columns: int, matrix: int, stage_a: bool, ta
 
 def _wanted_tasks(c: Contract, batch: int, threads: int, each: int = TASKS_PER_THREAD) -> int:
     worth = max(1, batch * max(c.m, FEWEST_ROWS) * c.n * max(1, c.k) // GRAIN)
-    return 1 if threads == 1 else min(worth, threads * each)
+    return tasks_of(worth, threads, each)
+
+
+def tasks_of(worth: int, threads: int, each: int = TASKS_PER_THREAD) -> int:
+    """The number of tasks to aim for, if so many are worth handing over: `each` for each thread, at most."""
+    return 1 if threads == 1 else whole_rounds(min(worth, threads * each), threads)
 
 
 def _tasks(
@@ -390,4 +397,13 @@ def _tasks(
         most = max(threads, row_tiles // 4)
         blocks = min(row_tiles, max(blocks, min(most, -(-wanted // (batch * groups)))))
     batch_groups = batch if blocks * groups > 1 else min(batch, max(wanted, 1))
-    return blocks, groups, batch_groups
+    times = groups * batch_groups
+    step = threads // gcd(threads, times)
+    even = -(-blocks // step) * step  # with so many blocks, tasks are whole rounds of the threads
+    lower = whole_rounds(blocks * times, threads) > blocks * times and LEAST_TILES * even <= row_tiles
+    return even if lower else blocks, groups, batch_groups
+
+
+def whole_rounds(tasks: int, threads: int) -> int:
+    """At least `tasks` tasks: few of them are a multiple of the threads, which then end together."""
+    return -(-tasks // threads) * threads if threads < tasks < EVEN * threads else tasks
