@@ -35,18 +35,9 @@ from rlx.errors import (  # isort: skip
     BindingError, CorruptFileError, IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError, Unsupported,
     known, whole,
 )  # fmt: skip
-from rlx.runtime import (
-    CompiledGraph,
-    CompileOptions,
-    ExpertPool,
-    ExpertTiers,
-    HandleStore,
-    ParamStore,
-    Partitioned,
-    Session,
-    SymmetricTransport,
-    agreed,
-    partition,
+from rlx.runtime import (  # isort: skip
+    CompiledGraph, CompileOptions, ExpertPool, ExpertTiers, HandleStore, ParamStore, Partitioned, Session, SymmetricTransport,
+    agreed, partition,
 )  # fmt: skip
 
 if TYPE_CHECKING:

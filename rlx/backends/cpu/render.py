@@ -16,15 +16,10 @@ from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels import attention, contract, grouped, quant, tiles
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided
 from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, other_tasks
-from rlx.backends.cpu.loops import (
-    TASKS_PER_THREAD,
-    emit_serial_loop,
-    emit_statements,
-    emit_vector_loop,
-    hoist,
-    prefers_inner,
-    weight,
-)
+
+from rlx.backends.cpu.loops import (  # isort: skip
+    TASKS_PER_THREAD, emit_serial_loop, emit_statements, emit_vector_loop, hoist, prefers_inner, weight,
+)  # fmt: skip
 from rlx.backends.cpu.scope import Ahead, Scope, expr, limit_of
 from rlx.backends.cpu.transpose import Crossing, crossing, emit_tiles
 from rlx.backends.shared.nest import distinct, nested, stores

@@ -11,17 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx
 
-from rlx.errors import (
-    BindingError,
-    InputDTypeError,
-    InputShapeError,
-    MissingInputError,
-    ModelError,
-    OptionError,
-    UnknownNameError,
-    Unsupported,
+from rlx.errors import (  # isort: skip
+    BindingError, InputDTypeError, InputShapeError, MissingInputError, ModelError, OptionError, UnknownNameError, Unsupported,
     known,
-)
+)  # fmt: skip
 from rlx.forks import Lock
 from rlx.frontends.onnx.call import flat, is_text
 from rlx.frontends.onnx.importer import Importer, check, from_onnx, imported

@@ -18,17 +18,9 @@ import onnx
 from google.protobuf.message import DecodeError, Message
 from onnx import numpy_helper, version_converter
 
-from rlx.errors import (
-    CorruptFileError,
-    DTypeError,
-    InputDTypeError,
-    ModelError,
-    OptionError,
-    UnknownNameError,
-    Unsupported,
-    as_path,
-    known,
-)
+from rlx.errors import (  # isort: skip
+    CorruptFileError, DTypeError, InputDTypeError, ModelError, OptionError, UnknownNameError, Unsupported, as_path, known,
+)  # fmt: skip
 from rlx.frontends.onnx.structure import OLDEST, faults, opsets
 from rlx.frontends.onnx.wire import split
 from rlx.ir.dtype import DType, as_dtype
