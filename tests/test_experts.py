@@ -19,6 +19,7 @@ from rlx.backends import get
 from rlx.backends.cpu.backend import with_natives
 from rlx.backends.cpu.kernels import contract, tiles
 from rlx.backends.cpu.render import axes, render
+from rlx.backends.cpu.target import target_for
 from rlx.backends.shared import c_style
 from rlx.backends.shared.c_dialect import C
 from rlx.compiler import lower
@@ -178,7 +179,7 @@ def test_the_tokens_of_a_group_are_gathered_in_the_product() -> None:
 def test_low_tiles_fetch_ahead_where_that_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same bits, and nothing read past the last weights."""
     target, found, sizes = with_natives(TARGETS["host"]), [], [1, 0, 2, 3, 5, 20]
-    steps = lower(product(sizes, 64, 96, ("f32", "f32"), known=True), target, rlx.CompileOptions()).steps
+    steps = lower(product(sizes, 64, 112, ("f32", "f32"), known=True), target, rlx.CompileOptions()).steps
     kernel = next(s.kernel for s in steps if isinstance(s.kernel.body[0], K.Contract))
     rng = np.random.default_rng(0)
     known = {(i32, 6): np.cumsum(sizes).astype(np.int32)}
@@ -187,11 +188,21 @@ def test_low_tiles_fetch_ahead_where_that_gains(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(contract, "fetches_ahead", lambda features, ahead=ahead: ahead)
         functions = render(kernel, target, "kernel").text.split("define ")
         low = [text for text in functions if re.match(r"internal void @tile_[123]x", text)]
-        assert len(low) == 3 and all(("llvm.prefetch" in text) == ahead for text in low)
+        assert len(low) >= 3 and all(("llvm.prefetch" in text) == ahead for text in low)
         (out,), status = run(kernel, [None if b.writable else v for b, v in zip(kernel.buffers, values)], target)
         assert status == 0
         found.append(out.tobytes())
     assert found[0] == found[1]
+
+
+def test_a_narrow_panel_fetches_only_its_columns() -> None:
+    """64 columns are a panel of 48 and one of 16, of which a step of k reads one line of the three that it has."""
+    target = with_natives(target_for("x86_64-unknown-linux-gnu", "sapphirerapids"))
+    steps = lower(product([9, 2], 64, 64, ("f32", "f32"), known=True), target, rlx.CompileOptions()).steps
+    kernel = next(s.kernel for s in steps if isinstance(s.kernel.body[0], K.Contract))
+    functions = render(kernel, target, "kernel").text.split("define ")
+    lines = {m[1]: text.count("call void @llvm.prefetch") for text in functions if (m := re.search(r"@(tile_\w+)\(", text))}
+    assert lines["tile_8x1_0"] == 1 and lines["tile_8x3_0_192"] == 3 and lines["tile_8x3_0_96"] == 2
 
 
 def test_the_defaults_of_tuning_parameters_are_those_of_the_code() -> None:

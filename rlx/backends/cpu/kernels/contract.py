@@ -222,12 +222,12 @@ class _Contraction(Product):
 
     def _cut_tile(self, e: Emitter, t: Tile, a: V, b: V, sums: V, layout: Layout, steps: int, tile: V, tiles: V) -> None:
         """Tile number `tile` of `tiles`, known at run time: each prefetches its share of the next panel, a third if there are
-        more than three. Low ones prefetch from a little further on in their own, or nothing."""
-        name = f"tile_{t.rows}x{t.vectors}_{t.tail}"
-        if t.rows < AHEAD_ROWS:
-            near = fetches_ahead(self.features)
-            low = replace(t, ahead=layout.byte(1, 0) if near else 0)
-            self._tile(e, low, name, a, b, sums, layout, steps, *([e.gep(b, NEAR)] if near else []))
+        more than three. Low ones prefetch nothing, or from a little further on in their own, where that gains; so do then those
+        of a narrow panel, whose columns are a part of what lies in memory."""
+        name, near = f"tile_{t.rows}x{t.vectors}_{t.tail}", fetches_ahead(self.features)
+        if t.rows < AHEAD_ROWS or (near and t.vectors < self.plan.vectors):
+            t = replace(t, ahead=layout.byte(1, 0) if near else 0, ahead_of=layout.byte(0, t.vectors * t.lanes))
+            self._tile(e, t, name, a, b, sums, layout, steps, *([e.gep(b, NEAR)] if near else []))
             return
         after = e.gep(b, layout.byte(steps, 0))
         for order, few in (("eq", 1), ("eq", 2), ("ugt", 2)):

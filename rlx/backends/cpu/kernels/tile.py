@@ -60,7 +60,7 @@ class Tile:
     columns of the last vector that b has in memory (0: all of them); the others are not read. `careful`: a zero element of a
     gives zero products even if b is NaN or infinite. `group`: an element is two bf16 numbers (denormals count as zero), or four
     integers, u8 in a and i8 in b; one instruction sums all their products. `ahead`, `rows_ahead`: bytes to prefetch per step of
-    k, from one place each. `adds`: to the previous sums."""
+    k, from one place each. `ahead_of`: those of them that are wanted, 0: all. `adds`: to the previous sums."""
 
     rows: int
     vectors: int
@@ -73,6 +73,7 @@ class Tile:
     dot: Dot | None = None
     ahead: int = 0
     rows_ahead: int = 0
+    ahead_of: int = 0
     adds: bool = False
 
 
@@ -169,7 +170,7 @@ def _over_k(
             at_a, at_b, *now = loop.carried
             loop.next = [from_a.at(e, at_a, 0, t.unroll), from_b.at(e, at_b, t.unroll)]
             for place, each in zip(now[:held], [n for n in (t.ahead, t.rows_ahead) if n]):
-                loop.next += prefetch(e, [place], t.unroll * each)
+                loop.next += prefetch(e, [place], t.unroll * each, each, t.ahead_of)
             for u in range(t.unroll):
                 loop.next += one(at_a, at_b, u, now[held + u * count :][:count])
         return loop.results
@@ -238,10 +239,12 @@ def rows_of_blocks(e: Emitter, blocks: list[V], across: int) -> list[V]:
     return out
 
 
-def prefetch(e: Emitter, places: list[V], nbytes: int) -> list[V]:
-    """Prefetch that many bytes from each place into the L2 cache; returns the places after them."""
+def prefetch(e: Emitter, places: list[V], nbytes: int, pitch: int = 0, wanted: int = 0) -> list[V]:
+    """Prefetch that many bytes from each place into the L2 cache; returns the places after them. `wanted`: if not 0, only so many
+    of each `pitch` bytes."""
+    lines = range(0, nbytes, LINE) if not wanted else [x + y for x in range(0, nbytes, pitch) for y in range(0, wanted, LINE)]
     for at in places:
-        for line in range(0, nbytes, LINE):
+        for line in lines:
             e.prefetch(e.gep(at, line), level=2)
     return [e.gep(at, nbytes) for at in places]
 
