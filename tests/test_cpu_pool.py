@@ -199,7 +199,7 @@ def chain(widths, threads: int) -> tuple[Table, list[np.ndarray]]:
     return Table(steps, threads), counts
 
 
-@pytest.mark.parametrize(("threads", "runs"), [(1, 20_000), (2, 50_000), (3, 10_000), (4, 20_000)])
+@pytest.mark.parametrize(("threads", "runs"), [(1, 20_000), (2, 50_000), (3, 10_000), (4, 20_000), (9, 2_000)])
 def test_every_task_runs_once_and_steps_are_in_order(threads, runs):
     rng = np.random.default_rng(threads)
     for _ in range(10):

@@ -13,7 +13,7 @@ from rlx.records import record
 MAX_THREADS = 1024
 MAX_TASKS = 1 << 31
 MAX_CPUS = 1024  # CPUs with higher numbers are never marked as pinned
-MAX_PARTS = 64  # of a group's tasks; with more threads, some share one
+MAX_PARTS = 8  # of a group's tasks; more threads take them in order, as their words would pass between many caches at each step
 PART_BYTES = 64  # a cache line, for the numbers that belong to one
 ATTEND = -1  # returned by a run that succeeded, if `Pool.attend` should be called before the next one
 
@@ -36,9 +36,9 @@ class Run(ctypes.Structure):
 
 class Control(ctypes.Structure):
     """A pool's shared state. The fields that change in a run are on one cache line, and `taken`, on one line for each part of a
-    group's tasks: how many of them its own threads have taken (low half), and other threads (high half). `parts`: their number.
-    The rest is constant. `alone`: number of current runs, apart from the one that uses the workers. `pinned`, by CPU: ATTEND if a
-    worker is pinned to it, else 0."""
+    group's tasks: how many of them its own thread has taken (low half), and other threads (high half). `parts`: their number; 0:
+    tasks are taken in order. The rest is constant. `alone`: number of current runs, apart from the one that uses the workers.
+    `pinned`, by CPU: ATTEND if a worker is pinned to it, else 0."""
 
     _fields_ = [
         ("ticket", I64), ("step", P), ("run", P), ("done", I32), ("sleepers", I32), ("lock", I32), ("workers", I32),

@@ -2,13 +2,13 @@
 
 A run offers its table to every thread that is awake. Independent steps form a group. A group runs like one step: its tasks are
 those of its steps, numbered step after step. One word, the ticket, holds a generation (high half) and the number of tasks left in
-the current group (low half, above BIAS); taking a task is one atomic subtraction. Which task that is, another word tells: each
-thread has a part of the tasks, those of adjacent numbers, and takes the last ones of others' parts when its own is used up. So a
-thread mostly reads the rows that it wrote in the step before, from its own cache. No thread waits for a thread without a task:
-a group ends when its tasks are done, and the thread that finished the last one starts the next group, or the one to which a jump
-leads (rlx.backends.cpu.flow). That thread runs groups of
-one task itself and publishes larger ones with a new generation. A late or missing worker only means less parallelism, so a run is
-correct with any number of workers, including none.
+the current group (low half, above BIAS); taking a task is one atomic subtraction. Where threads are few, another word tells which
+task that is: each thread has a part of the tasks, those of adjacent numbers, and takes the last ones of others' parts when its
+own is used up. So a thread mostly reads the rows that it wrote in the step before, from its own cache. No thread waits for a
+thread without a task: a group ends when its tasks are done, and the thread that finished the last one starts the next group, or
+the one to which a jump leads (rlx.backends.cpu.flow). That thread runs groups of one task itself and publishes larger ones with a
+new generation. A late or missing worker only means less parallelism, so a run is correct with any number of workers, including
+none.
 
 A thread without a task touches only the Control block, which lives as long as the process. So a table may be freed as soon
 as its run returns. Waiting is bounded spinning, then sched_yield, then a futex on the generation.
@@ -120,25 +120,28 @@ def publish(e: ExecutorBody, c: V, low: V) -> None:
 
 @_native("void", c="ptr", tasks="i64")
 def divide(e: ExecutorBody, c: V, tasks: V) -> None:
-    """Begin a group of so many tasks: a part for each thread, none of it taken."""
+    """Begin a group of so many tasks: a part for each thread, none of it taken; none if the threads are many."""
     threads = e.bin("add", e.convert("zext", e.get(c, "workers"), "i64"), 1)
-    parts = e.intrinsic("umin", e.intrinsic("umin", threads, e.i64(MAX_PARTS)), tasks)
+    parts = e.select(e.cmp("ule", threads, MAX_PARTS), e.intrinsic("umin", threads, tasks), e.i64(0))
     e.put(c, "parts", e.convert("trunc", parts, "i32"))
     with e.loop(0, parts) as part:
         e.store(e.i64(0), e.gep(e.at(c, "taken"), e.bin("mul", part.index, PART_BYTES)), 8)
 
 
-@_native("i64", c="ptr", tid="i64", tasks="i64")
-def claim(e: ExecutorBody, c: V, tid: V, tasks: V) -> None:
+@_native("i64", c="ptr", tid="i64", tasks="i64", left="i64")
+def claim(e: ExecutorBody, c: V, tid: V, tasks: V, left: V) -> None:
     """The number of a task of the current group, for a thread that has taken one from the ticket: the next one of its own part,
-    or the last one of another. There is one, since the ticket gives no more than there are."""
+    or the last one of another. There is one, since the ticket gives no more than there are. `left`: tasks that were left with
+    it, 0 for the reserved one; without parts they are numbered by that."""
     parts = e.convert("zext", e.get(c, "parts"), "i64")
+    with e.when(e.cmp("eq", parts, 0)):
+        e.ret(e.bin("urem", e.bin("sub", tasks, left), tasks))
     with e.loop(0, None, carried=[e.bin("urem", tid, parts)]) as each:
         (part,) = each.carried
         start, stop = (e.bin("udiv", e.bin("mul", tasks, x), parts) for x in (part, e.bin("add", part, 1)))
         own = e.cmp("eq", each.index, 0)
-        word = e.gep(e.at(c, "taken"), e.bin("mul", part, PART_BYTES))
-        taken = e.update_atomic("add", word, e.select(own, e.i64(1), e.i64(1 << OTHERS)))
+        more = e.select(own, e.i64(1), e.i64(1 << OTHERS))
+        taken = e.update_atomic("add", e.gep(e.at(c, "taken"), e.bin("mul", part, PART_BYTES)), more)
         first, last = e.bin("and", taken, (1 << OTHERS) - 1), e.bin("lshr", taken, OTHERS)
         with e.when(e.cmp("slt", e.bin("add", first, last), e.bin("sub", stop, start))):
             e.ret(e.select(own, e.bin("add", start, first), e.bin("sub", e.bin("sub", stop, 1), last)))
@@ -220,7 +223,7 @@ def take(e: ExecutorBody, c: V, tid: V) -> None:
         with e.when(e.cmp("sgt", e.tasks_left(ticket), 0)):
             left = e.tasks_left(e.change("sub", c, "ticket", 1))
             with e.when(e.cmp("sgt", left, 0)):
-                e.ret(claim(e, c, tid, _tasks(e, e.get(c, "step"))))
+                e.ret(claim(e, c, tid, _tasks(e, e.get(c, "step")), left))
         stopped = e.cmp("ne", e.get(c, "stop", "seq_cst"), 0)
         with e.when(e.select(e.cmp("eq", tid, 0), e.between_runs(ticket), stopped)):
             e.ret(e.i64(-1))
@@ -239,11 +242,11 @@ def work(e: ExecutorBody, c: V, tid: V, first: V) -> None:
         left = e.tasks_left(e.change("sub", c, "ticket", 1))
         with e.when(e.cmp("sle", left, 0)):
             e.branch(each.done)
-        each.next = [claim(e, c, tid, tasks)]
+        each.next = [claim(e, c, tid, tasks, left)]
     mine = e.convert("trunc", e.bin("add", each.index, 1), "i32")
     all_done = e.bin("add", e.change("add", c, "done", mine), mine)
     with e.when(e.cmp("eq", all_done, e.convert("trunc", tasks, "i32"))), e.when(advance(e, c, run, last_of(e, step), tid)):
-        e.ret(claim(e, c, tid, _tasks(e, e.get(c, "step"))))
+        e.ret(claim(e, c, tid, _tasks(e, e.get(c, "step")), e.i64(0)))
     e.ret(take(e, c, tid))
 
 
@@ -264,7 +267,7 @@ def together(e: ExecutorBody, c: V, run: V, before: V) -> None:
     helped = e.cmp("ne", e.get(c, "workers"), 0)
     e.put(c, "run", run)
     with e.when(advance(e, e.select(helped, c, NULL), run, before, e.i64(0))):
-        share(e, c, e.i64(0), claim(e, c, e.i64(0), _tasks(e, e.get(c, "step"))))
+        share(e, c, e.i64(0), claim(e, c, e.i64(0), _tasks(e, e.get(c, "step")), e.i64(0)))
     status = e.get(run, "status")
     e.put(c, "lock", 0, "release")
     with e.when(e.cmp("ne", status, 0)):
