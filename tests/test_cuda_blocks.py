@@ -58,6 +58,7 @@ def test_one_row_is_multiplied_as_digits_of_integers(form):
         assert type(at) is BlocksLaunch and at.digits and at.columns == 3
         text = text_of(at, "kernel")
         assert "s32.u8.s8.s32" in text and cubin(text, "sm_90a")
+        assert "__align__(128) unsigned char rlx_shared" in text and at.ring_at % 128 == at.slot % 128 == 0  # of bulk copies
         (kernel,) = kernels(product(form, 1, 100, k_, dtype, exact=True))
         at = launch_of(kernel)
         assert isinstance(at, BlocksLaunch) and not at.digits

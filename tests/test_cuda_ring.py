@@ -69,6 +69,7 @@ def test_two_blocks_are_on_a_multiprocessor(n, k):
     assert found.kernel.buffers[found.early].size == n * k
     text = text_of(found, "kernel")
     assert f"__launch_bounds__({THREADS}, 2)" in text and cubin(text, "sm_90a")
+    assert "__align__(128) unsigned char rlx_shared" in text, "bulk copies to other places take longer"
     assert "rlx_begin();" not in text[text.index("extern") : text.index("if (rlx_ring_copies<")]
 
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import product
 
 from rlx.backends.cuda.blocks import turn_of
-from rlx.backends.cuda.schedule import MULTIPROCESSORS, Launch, Segments, TensorMap, busy_points
+from rlx.backends.cuda.schedule import COPIED, MULTIPROCESSORS, Launch, Segments, TensorMap, busy_points
 from rlx.backends.shared.packed import PANEL, STEP
 from rlx.ir.blocks import Panel
 from rlx.ir.dtype import f32
@@ -164,6 +164,11 @@ class BlocksLaunch(Launch):
         return self.whole // self.inner * (PANEL * LINE if self.plain else self.panel.packed.nbytes)
 
     @property
+    def slot(self) -> int:
+        """Bytes of the ring for a stage."""
+        return -(-self.stage // COPIED) * COPIED
+
+    @property
     def panel(self) -> Panel:
         return turn_of(weights(self.contract).blocks).panel
 
@@ -186,8 +191,13 @@ class BlocksLaunch(Launch):
     @property
     def bytes(self) -> int:
         """The left operand, sums of each warp, those of a panel and the one before it, the ring, its barriers and counters."""
-        locals_ = sum(-(-x.size * x.dtype.itemsize // 16) * 16 for x in self.kernel.locals)
-        return locals_ + self.held + self.slots * (self.stage + 16) + LINES_AT * self.plain
+        return self.ring_at + self.slots * (self.slot + 16) + LINES_AT * self.plain
+
+    @property
+    def ring_at(self) -> int:
+        """Where the ring begins in shared memory."""
+        locals_ = sum(-(-max(1, x.size) * x.dtype.itemsize // 16) * 16 for x in self.kernel.locals)
+        return -(-(locals_ + self.held) // COPIED) * COPIED
 
     @property
     def held(self) -> int:
@@ -299,7 +309,7 @@ def _shared_out(at: BlocksLaunch, multiprocessors: int, shares: int, at_once: in
     if at.turns * (shares - 1) >= turns:  # a block would have no part
         return None
     left = min(RING_BYTES, SHARED_BYTES // at.resident - RESERVED - at.bytes)
-    slots = min(MOST_SLOTS, max(2, left // (at.stage + 16)))
+    slots = min(MOST_SLOTS, max(2, left // (at.slot + 16)))
     return replace(at, slots=slots // teams * teams)  # a stage of the ring is of one team
 
 

@@ -18,7 +18,7 @@ from rlx.backends.cuda.ahead import AheadWriter
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.gemv import GemvLaunch, GemvWriter, contract_of, loops_of
 from rlx.backends.cuda.rows import Row, key_of, own_locals, repeated
-from rlx.backends.cuda.schedule import ALONE, BESIDE, LONG, MULTIPROCESSORS
+from rlx.backends.cuda.schedule import ALONE, BESIDE, COPIED, LONG, MULTIPROCESSORS
 from rlx.backends.cuda.vectors import aligned, loads
 from rlx.ir.dtype import f32, index_
 from rlx.ir.kernel import Computed, Contract, Kernel, Loop, Native, Operand, Sort, Stmt, Var, walk
@@ -154,7 +154,7 @@ def _row(at: RingLaunch) -> Row | None:
 
 class RingWriter(AheadWriter, GemvWriter):
     launch: RingLaunch
-    occupancy = ", 2"
+    occupancy, aligned = ", 2", COPIED
     headers = ("ring.h", "gemv_ring.h")
 
     # -- the block
@@ -166,7 +166,7 @@ class RingWriter(AheadWriter, GemvWriter):
         at, c = self.launch, self.launch.contract
         super(GemvWriter, self).declare_locals()  # registers
         if not self.kernel.locals:
-            self.line("extern __shared__ __align__(16) unsigned char rlx_shared[];")
+            self.line(f"extern __shared__ __align__({self.aligned}) unsigned char rlx_shared[];")
         self.line(f"float* const sums = (float*)(rlx_shared + {at.slots * at.piece});  // behind the ring: sums of warps")
         place = at.slots * at.piece + at.sums
         self.line(f"uint64_t* const filled = (uint64_t*)(rlx_shared + {place}), *const used = filled + {at.slots};")

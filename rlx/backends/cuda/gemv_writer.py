@@ -9,6 +9,7 @@ from rlx.backends.cuda.blocks import FOLDER, turn_of
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.gemv_blocks import LINE, LINES_AT, RUN, SCALED, UNROLLED, ZEROS, BlocksLaunch, weights
 from rlx.backends.cuda.rows import Key, key_of
+from rlx.backends.cuda.schedule import COPIED
 from rlx.backends.cuda.vectors import loads
 from rlx.backends.shared.packed import PANEL, STEP
 from rlx.ir.dtype import f16, f32, index_
@@ -19,6 +20,7 @@ FETCHED = 64  # elements that a thread loads before it uses the first
 
 class BlocksWriter(AheadWriter):
     launch: BlocksLaunch
+    aligned = COPIED
 
     def __init__(self, launch: BlocksLaunch) -> None:
         super().__init__(launch)
@@ -46,7 +48,7 @@ class BlocksWriter(AheadWriter):
         super().declare_locals()
         used = sum(-(-max(1, x.size) * x.dtype.itemsize // 16) * 16 for x in self.kernel.locals)
         if not self.kernel.locals:
-            self.line("extern __shared__ __align__(16) unsigned char rlx_shared[];")
+            self.line(f"extern __shared__ __align__({self.aligned}) unsigned char rlx_shared[];")
         self.line(f"unsigned char* const rlx_x = rlx_shared + {used};  // the left operand as bf16")
         self.line(f"unsigned char* const zeros = rlx_x + {at.columns * at.pitch};")
         self.line(f"float* const totals = (float*)(zeros + {ZEROS});")
@@ -54,10 +56,9 @@ class BlocksWriter(AheadWriter):
             self.line(f"float* const units = totals + {at.scales * SCALED // STEP * at.groups};")
         self.line(f"float* const of_warps = totals + {at.totals // 4};")
         self.line(f"float* const of_panel = of_warps + {at.warps * at.added * at.sum_pitch};")
-        held = used + at.held
-        pad = f" + (-(rlx_ring_at(rlx_shared) + {held}) & {LINES_AT - 1})" if at.plain else ""
-        self.line(f"unsigned char* const ring = rlx_shared + {held}{pad};")
-        self.line(f"uint64_t* const filled = (uint64_t*)(ring + {at.slots * at.stage});")
+        pad = f" + (-(rlx_ring_at(rlx_shared) + {at.ring_at}) & {LINES_AT - 1})" if at.plain else ""
+        self.line(f"unsigned char* const ring = rlx_shared + {at.ring_at}{pad};")
+        self.line(f"uint64_t* const filled = (uint64_t*)(ring + {at.slots * at.slot});")
         self.line(f"uint64_t* const used = filled + {at.slots};")
 
     def begin(self) -> None:
@@ -94,7 +95,7 @@ class BlocksWriter(AheadWriter):
         panel = "number / stages" if at.both == 1 else f"number / stages / 2 + number / stages % 2 * {at.panels}"
         self.line(f"const int panel = {panel}, turn = first + number % stages * {at.whole};")
         self.line(f"const int place = (number - begin) % {at.slots};")
-        self.line(f"unsigned char* const to = ring + place * {at.stage};")
+        self.line(f"unsigned char* const to = ring + place * {at.slot};")
         if at.plain:
             self.line(f"rlx_ring_expect(filled + place, {at.stage}, lane);")
             self.line(f"rlx_ring_box(to, &lines, filled + place, panel * {PANEL}, turn / {inner}, lane);")
@@ -273,11 +274,11 @@ class BlocksWriter(AheadWriter):
         with self.scope(["#pragma unroll", f"for (int v = 0; v < {at.at_once}; v += {inner}) {{"]):
             line = f"(within + v) / {inner} * {PANEL * LINE}"
             half, place = f"within % {inner}", f"(u + v) / {inner} * {LINE}"
-            self.line(f"rlx_multiply_lines<{how}>(ring + place * {at.stage} + {line}, {half}, g, t, x_at, {place}, sum);")
+            self.line(f"rlx_multiply_lines<{how}>(ring + place * {at.slot} + {line}, {half}, g, t, x_at, {place}, sum);")
 
     def block_turns(self) -> None:
         at, inner, p = self.launch, self.launch.inner, self.launch.panel
-        self.line(f"const unsigned char* const piece = own + place * {at.stage};")
+        self.line(f"const unsigned char* const piece = own + place * {at.slot};")
         if at.digits:
             return self.digit_turns()
         self.line("rlx_numbers numbers;")

@@ -73,6 +73,7 @@ class CudaWriter(Writer):
     alone_in_launch = True  # nothing else in the launch writes memory that the kernel reads
     occupancy = ""  # ", N": blocks of a multiprocessor, at least
     attributes = ""  # of the function, besides
+    aligned = 16  # bytes, of the shared memory of a launch
     stored = ""  # in front of stores of vectors
     tile_by_block = True  # of `segments`: a block has one
 
@@ -223,7 +224,7 @@ class CudaWriter(Writer):
     def declare_locals(self) -> None:
         at, offset = self.launch, 0
         if self.kernel.locals and at.shared:
-            self.line("extern __shared__ __align__(16) unsigned char rlx_shared[];")
+            self.line(f"extern __shared__ __align__({self.aligned}) unsigned char rlx_shared[];")
         for x in self.kernel.locals:
             element, name = CUDA.element(x.dtype), self.name(x, "l")
             if at.row:

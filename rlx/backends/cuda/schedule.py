@@ -42,6 +42,7 @@ RESERVED = 1 << 10  # bytes of shared memory that the driver takes for each bloc
 RESIDENT = 4  # blocks of a multiprocessor from which on their number does not matter
 SHARED_BYTES = 96 << 10  # Locals of a block that still let two blocks share a multiprocessor; larger ones go to global memory
 
+COPIED = 128  # bytes: bulk copies to places in shared memory that are no multiples of it take longer
 MULTIPROCESSORS = 132  # of the GPUs that kernels are made for
 # shared memory of blocks of products (gemv_ring.py): a multiprocessor has one of the first two, and one of the last beside it
 ALONE, LONG, BESIDE = 115 << 10, 116 << 10, 110 << 10
