@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import kernel_runs
@@ -17,6 +18,7 @@ import test_cpu_attention as attention
 import test_cpu_contract as plain
 import test_cpu_conv as windows
 import test_cpu_quant as packed
+import test_rounding as rounding
 from kernel_runs import TARGETS, TRIPLE
 
 import rlx
@@ -25,12 +27,14 @@ from rlx.backends.cpu.backend import with_natives
 from rlx.backends.cpu.kernels import amx, contract, matrix
 from rlx.backends.cpu.target import target_for
 from rlx.backends.ref.interpret import run_kernel
+from rlx.backends.shared.rounding import in_fewer
 from rlx.compiler import lower
 from rlx.host import jit
 from rlx.host.processor import machine_of
 from rlx.ir.blocks import FORMATS
 from rlx.ir.dtype import DType, bf16, f32, i8, i32, u8
 from rlx.ir.evaluate import evaluate
+from rlx.ir.kernel import Buffer, Load, Store, k
 from rlx.ir.target import Target
 
 NAMES = "ldtilecfg tilerelease tilezero tileloadd64 tileloaddt164 tilestored64 tdpbf16ps tdpbusd".split()
@@ -163,6 +167,28 @@ def test_emulated(
     plain.check_product(plain.product(*shape, a=a, dtypes=KINDS[kind], panel=panel, group=group), target)
     assert not emulator.faults, emulator.faults[:3]
     assert emulator.products and emulator.released == 1
+
+
+@pytest.mark.parametrize("least", [0, 99], ids=["the epilogue beside products", "after them"])
+def test_bytes_are_rounded_and_read_again(emulator: Emulator, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The epilogue of a Q/DQ network: two roundings and an activation between them, beside a byte of a residual."""
+    monkeypatch.setattr(matrix, "HEAVY", least)
+    target = with_amx()
+    panel, group = target.panel("u8 i8")
+    plainly = plain.product(50, 40, 128, dtypes=KINDS["u8 i8"], panel=panel, group=group)
+    (c,) = plainly.body
+    out, rest = Buffer("c", u8, 50 * 40, True), Buffer("r", u8, 50 * 40)
+    at = c.epilogue[0].index
+    inner = rounding.number(rounding.byte(k.mul(k.cast(c.acc, f32), 3e-4), 117, u8), 0.03, 117)
+    sums = k.max(k.add(inner, rounding.number(Load(rest, at), 0.05, 3)), 0.0)
+    body = replace(c, epilogue=(Store(out, at, rounding.byte(k.div(sums, 0.04), 0, u8)),))
+    kernel = replace(plainly, buffers=(*plainly.buffers[:2], rest, out), body=(body,))
+    given = {b.name: plain.numbers(b.size, b.dtype, n) for n, b in enumerate(kernel.buffers[:3])}
+    found = plain.run(in_fewer(kernel), target, given)["c"]
+    want = np.zeros(out.size, np.uint8)
+    run_kernel(kernel, [*given.values(), want])
+    assert (found == want).all() and len(set(want.tolist())) > 100
+    assert not emulator.faults and emulator.products
 
 
 @pytest.mark.parametrize("kind", KINDS)

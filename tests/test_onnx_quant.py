@@ -132,8 +132,33 @@ def test_convolutions_of_dequantised_tensors_are_exact_integers(x_type, w_type, 
     clear = np.abs(exact - np.floor(exact) - 0.5) > 1e-4  # apart from ties, which rounding in f32 may turn
     np.testing.assert_array_equal(found[clear], np.clip(np.rint(exact) + 4, -128, 127).astype(np.int64)[clear])
     assert clear.mean() > 0.99
-    ops = [node for node in rlx.from_onnx(model).nodes() if node.op.name == "conv"]
+    nodes = rlx.from_onnx(model).nodes()
+    ops = [node for node in nodes if node.op.name == "conv"]
     assert ops and all(node.inputs[0].dtype == rlx.u8 and node.inputs[1].dtype == rlx.i8 for node in ops)
+    floats = [node.op.name for node in nodes if node.shapes[0].dtype == rlx.f32 and node.shapes[0].dims == (2, 8, 9, 7)]
+    assert floats == ["cast", "mul", "round", "add", "clip"]  # one factor, and the bias is in the sums
+
+
+@pytest.mark.parametrize("why", ["scale", "zero", "range"])
+def test_a_bias_that_sums_cannot_take_is_added_in_floats(why):
+    """With a scale of its own, a zero point, or a number that would leave 32 bits."""
+    w = RNG.integers(-100, 100, (8, 4, 3, 3)).astype(np.int8)
+    bias = RNG.integers(-900, 900, 8).astype(np.int32)
+    bias[3] = 2**31 - 1 if why == "range" else 300
+    consts = {"w": w, "ws": np.float32(0.02), "xs": np.float32(0.05), "xz": np.uint8(7), "b": bias}
+    consts |= {"bs": np.float32(0.001 * (1.25 if why == "scale" else 1)), "bz": np.int32(50 * (why == "zero"))}
+    nodes = [
+        onnx.helper.make_node("DequantizeLinear", ["x", "xs", "xz"], ["xd"]),
+        onnx.helper.make_node("DequantizeLinear", ["w", "ws"], ["wd"]),
+        onnx.helper.make_node("DequantizeLinear", ["b", "bs", "bz"], ["bd"]),
+        onnx.helper.make_node("Conv", ["xd", "wd", "bd"], ["h"]),
+    ]
+    model = network(nodes, consts, [1, 4, 6, 6], kind=TensorProto.UINT8)
+    x = RNG.integers(0, 256, (1, 4, 6, 6)).astype(np.uint8)
+    sums = convolved(x.astype(np.int64) - 7, w.astype(np.int64), 1, 0)
+    added = (bias.astype(np.float64) - float(consts["bz"])) * float(consts["bs"])
+    np.testing.assert_allclose(OnnxModel(model)(x), sums * 0.001 + added.reshape(-1, 1, 1), rtol=1e-5, atol=1e-3)
+    assert any(n.op.name == "add" and n.shapes[0].dtype == rlx.f32 for n in rlx.from_onnx(model).nodes())
 
 
 @pytest.mark.parametrize("form", ["rows", "columns", "turned"])

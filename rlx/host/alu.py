@@ -195,6 +195,14 @@ def _rounding(intrinsic: str) -> Emit:
     return lambda e, d, a: e.intrinsic(intrinsic, a) if d.is_float else a
 
 
+def _nearest(e: Emitter, d: DType, a: V) -> V:
+    """x86 converts so in one instruction, as the mode of its unit says."""
+    if not any(f.startswith("triple=x86") for f in e.features):
+        return e.convert("fptosi", e.intrinsic("roundeven", a), "i32")
+    returns = vector("i32", a.lanes)
+    return e.intrinsic("lrint", a, suffix=(returns, a.ty), returns=returns)
+
+
 def _minus(e: Emitter, d: DType, a: V) -> V:
     return e.op(a.ty, f"fneg {a}") if d.is_float else e.bin("sub", e.const(a.ty, 0), a)
 
@@ -270,6 +278,7 @@ OPS: dict[str, Emit] = {
     "fma": lambda e, d, a, b, c: e.fma(a, b, c) if d.is_float else e.bin("add", e.bin("mul", a, b), c),
     "neg": _minus, "abs": _abs, "sqrt": _rounding("sqrt"),
     "floor": _rounding("floor"), "ceil": _rounding("ceil"), "round": _rounding("roundeven"), "trunc": _rounding("trunc"),
+    "nearest": _nearest,
     "pow": lambda e, d, a, b: (_function("pow") if d.is_float else _integer_pow)(e, d, a, b),
     **{name: _function(name) for name in ("exp", "log", "sin", "cos", "tanh", "erf")},
     "lt": _by_kind("olt", "slt", "ult", emit=Emitter.cmp), "le": _by_kind("ole", "sle", "ule", emit=Emitter.cmp),

@@ -31,11 +31,12 @@ from rlx.records import record
 #   rem: sign of the dividend, on floats C fmod; x rem 0 = 0 on integers. min, max: NaN if either operand is NaN.
 #   lt le eq ne give bool, and are IEEE (NaN compares false except ne). and or xor not shl shr: integers and bool
 #   (shr is arithmetic on signed). select(c, a, b). cast: float to integer truncates, saturates, NaN gives 0; to bool is x != 0.
+#   nearest: an f32 number below 2**24 as i32, ties to even.
 #   bitcast: same width. tanh, erf, exp …: within 4 ulp in f32 over the whole range, NaN in gives NaN out.
 SCALAR_OPS: dict[str, int] = {
     "add": 2, "sub": 2, "mul": 2, "div": 2, "rem": 2, "min": 2, "max": 2, "pow": 2, "fma": 3,
     "neg": 1, "abs": 1, "sqrt": 1, "exp": 1, "log": 1, "sin": 1, "cos": 1, "tanh": 1, "erf": 1,
-    "floor": 1, "ceil": 1, "round": 1, "trunc": 1,
+    "floor": 1, "ceil": 1, "round": 1, "trunc": 1, "nearest": 1,
     "lt": 2, "le": 2, "eq": 2, "ne": 2, "and": 2, "or": 2, "xor": 2, "not": 1, "shl": 2, "shr": 2,
     "select": 3, "cast": 1, "bitcast": 1,
 }  # fmt: skip

@@ -23,6 +23,7 @@ from rlx.backends.cpu.loops import (  # isort: skip
 from rlx.backends.cpu.scope import Ahead, Scope, expr, limit_of
 from rlx.backends.cpu.transpose import Crossing, crossing, emit_tiles
 from rlx.backends.shared.nest import distinct, nested, stores
+from rlx.backends.shared.rounding import in_fewer
 from rlx.host.emit import STREAMS, Emitter, V
 from rlx.host.processor import fetches_ahead
 from rlx.records import record
@@ -45,6 +46,7 @@ Limits = Sequence[V | None]  # the active extent of each dimension; None: all of
 
 def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int] = DEFAULT_TILING) -> Rendered:
     """The kernel as one LLVM module that defines `symbol` (ABI: rlx.host.emit.Rendered). `tiling`: see `axes`."""
+    kernel = in_fewer(kernel)
     first = next(iter(kernel.body), None)
     if isinstance(first, Contract) and isinstance(first.b, Operand) and first.b.blocks:
         return quant.render(kernel, target, symbol, tiling)
@@ -57,6 +59,7 @@ def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int
 
 def axes(kernel: Kernel, target: Target) -> dict[str, tuple[int, ...]]:
     """The tuning parameters of the kernel's code: name -> values, the default first. None of them changes a result."""
+    kernel = in_fewer(kernel)
     first = next(iter(kernel.body), None)
     if isinstance(first, Contract) and isinstance(first.b, Operand) and first.b.blocks:
         return quant.axes(kernel, first, target)

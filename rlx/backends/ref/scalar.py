@@ -104,7 +104,7 @@ _FLOAT: dict[str, Callable[..., Any]] = _BOTH | {
     "div": np.divide, "rem": np.fmod, "pow": _wide(np.power), "fma": _wide(lambda a, b, c: a * b + c),
     "sqrt": np.sqrt, "exp": _wide(np.exp), "log": _wide(np.log), "sin": _wide(np.sin), "cos": _wide(np.cos),
     "tanh": _wide(np.tanh), "erf": _wide(lambda a: np.asarray(_erf(a)).astype(np.float64)),
-    "floor": np.floor, "ceil": np.ceil, "round": np.rint, "trunc": np.trunc,
+    "floor": np.floor, "ceil": np.ceil, "round": np.rint, "trunc": np.trunc, "nearest": lambda a: np.rint(a).astype(np.int32),
 }  # fmt: skip
 _INTEGER: dict[str, Callable[..., Any]] = _BOTH | {
     "div": _int_div, "rem": _int_rem, "pow": _int_pow, "fma": lambda a, b, c: a * b + c,

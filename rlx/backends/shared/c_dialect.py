@@ -86,6 +86,7 @@ OPS: Rows = {
     **{op: _function(op) for op in ("sqrt", "exp", "log", "sin", "cos", "tanh", "erf")},
     **{op: _function(op) | {"iu": "{0}"} for op in ("floor", "ceil", "trunc")},
     "round": {"f": "rint{s}({0})", "iu": "{0}"},  # to nearest even, as the environment rounds
+    "nearest": {"f": "(int32_t)rint{s}({0})"},
     "lt": {"fiub": "{0} < {1}"}, "le": {"fiub": "{0} <= {1}"}, "eq": {"fiub": "{0} == {1}"}, "ne": {"fiub": "{0} != {1}"},
     "and": {"iub": "{0} & {1}"}, "or": {"iub": "{0} | {1}"}, "xor": {"iub": "{0} ^ {1}"},
     "not": {"iu": "~{0}", "b": "!{0}"},

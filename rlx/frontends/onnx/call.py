@@ -61,6 +61,7 @@ class Importing(Protocol):
     source: Source
     types: dict[Value, int]  # ONNX's element type of values that are kept in a wider dtype
     quantities: dict[Value, Any]  # the integers, scales and zero points of values that DequantizeLinear made
+    scaled: dict[Value, tuple[Value, Value]]  # sums in i32 and their factor, of values that convolutions of such values made
     control: bool  # the device has control flow
     draws: Counter[str]  # of random numbers, by place
     added: dict[Value, int]  # rows that were written into a past in place

@@ -200,6 +200,7 @@ class Importer:
         self.wanted: dict[str, str] = {}  # input whose contents must be known -> why
         self.bounds: dict[Value, Bound] = {}
         self.quantities: dict[Value, Any] = {}
+        self.scaled: dict[Value, tuple[Value, Value]] = {}
         self.added: dict[Value, int] = {}
         self.made = source.made
         self.types: dict[Value, int] = {}  # ONNX's element type of values that are stored in a wider one

@@ -18,6 +18,8 @@ from rlx.ir.dtype import DType, f32, i8, i32, u8
 from rlx.ir.node import Value
 from rlx.ir.op import OPS
 
+MOST_PRODUCT = 255 * 255  # of two bytes without their zero points
+SAME = 2.0**-22  # part by which two scales may differ that were rounded in different ways
 _TRANSPOSE = OPS["transpose"]
 _convolved: Callable[..., Value] = ops.conv  # the bias may be left out
 
@@ -103,12 +105,16 @@ def matmul(n: Call, a: Value, b: Value, a_zero: Value | None = None, b_zero: Val
 
 def conv(
     n: Call, x: Value, w: Value, x_zero: Value | None, w_zero: Value | None, groups: int, facts: dict[str, Any],
+    bias: Value | None = None,
 ) -> Value:  # fmt: skip
-    """The sums of (x - x_zero) * (w - w_zero), i32; padding is x_zero. `w_zero`: without dims, or per output channel."""
+    """The sums of (x - x_zero) * (w - w_zero), i32; padding is x_zero. `w_zero`: without dims, or per output channel, as `bias`,
+    i32, is."""
     per_channel = tuple(-1 if i == 0 else 1 for i in range(w.rank - 1))
+    bias = None if bias is None else bias.reshape(per_channel)
     if not _bytes(x, w):
         w_zero = w_zero if w_zero is None or w_zero.rank == 0 else w_zero.reshape((*per_channel, 1))
-        return _convolved(_centred(x, x_zero), _centred(w, w_zero), groups=groups, **facts)
+        out = _convolved(_centred(x, x_zero), _centred(w, w_zero), groups=groups, **facts)
+        return out if bias is None else out + bias
     (x, zx), (w, zw) = _left(x, x_zero), _right(w, w_zero)
     zw = _each(zw, per_channel)
     if any((*facts["low"], *facts["high"])) and not _absent(n, zx):
@@ -118,7 +124,10 @@ def conv(
         facts = facts | {"low": (0,), "high": (0,)}
     out = _convolved(x, w, groups=groups, **facts)
     if not _absent(n, zx):
-        out = out - ops.sum(w.astype(i32), axis=tuple(range(1, w.rank))).reshape(per_channel) * zx
+        ahead = ops.sum(w.astype(i32), axis=tuple(range(1, w.rank))).reshape(per_channel) * zx
+        out = out - ahead if bias is None else out + (bias - ahead)
+    elif bias is not None:
+        out = out + bias
     if not _absent(n, zw):
         ones = functions.full((groups, *w.dims[1:]), 1, i8)
         total = functions.repeat(_convolved(x, ones, groups=groups, **facts), w.shape.static[0] // groups, 1)
@@ -144,14 +153,36 @@ def matmul_of(n: Call, x: Value, w: Value, turned: tuple[bool, bool] = (False, F
     return (sums.astype(f32) * _factor(a, b)).astype(x.dtype)
 
 
-def conv_of(n: Call, x: Value, w: Value, groups: int, facts: dict[str, Any]) -> Value | None:
-    """The convolution of two values on integers, if both were dequantised from 8 bits."""
+def conv_of(n: Call, x: Value, w: Value, bias: Value | None, groups: int, facts: dict[str, Any]) -> Value | None:
+    """The convolution of two values on integers, if both were dequantised from 8 bits. A bias that was dequantised with the scale
+    of the sums is added to them."""
     a, b = _eight(n, x), _eight(n, w)
-    if a is None or b is None or not _fits(int(np.prod(w.shape.static[1:]))) or not _one(a) or not (_one(b) or b.axis == 0):
+    depth = int(np.prod(w.shape.static[1:]))
+    if a is None or b is None or not _fits(depth) or not _one(a) or not (_one(b) or b.axis == 0):
         return None
-    sums = conv(n, a.integers, b.integers, _plain(a.zero, a), _plain(b.zero, b), groups, facts)
-    factor = _factor(a, b)
-    return (sums.astype(f32) * factor.reshape((*factor.dims, *(1,) * (w.rank - 2) * factor.rank))).astype(x.dtype)
+    per_channel, factor = (-1, *(1,) * (w.rank - 2)), _factor(a, b)
+    whole = None if bias is None else _bias(n, bias, factor, depth)
+    sums = conv(n, a.integers, b.integers, _plain(a.zero, a), _plain(b.zero, b), groups, facts, whole)
+    factor = factor.reshape(per_channel) if factor.rank else factor
+    out = (sums.astype(f32) * factor).astype(x.dtype)
+    if bias is not None and whole is None:
+        return out + bias.reshape(per_channel)
+    if x.dtype == f32:
+        n.scope.importer.scaled[out] = sums, factor
+    return out
+
+
+def _bias(n: Call, bias: Value, factor: Value, depth: int) -> Value | None:
+    """The integers that a bias was dequantised from, if their scale is that of the sums, and they fit beside those."""
+    found = n.scope.importer.quantities.get(bias)
+    if found is None or found.block or found.integers.dtype != i32 or found.integers.rank != 1 or not is_zero(n, found.zero):
+        return None
+    integers, scale, scales = (n.scope.contents(v) for v in (found.integers, found.scale, factor))
+    if integers is None or scale is None or scales is None:
+        return None
+    most = int(np.abs(np.asarray(integers, np.int64)).max(initial=0))
+    same = np.allclose(scale, scales, rtol=SAME, atol=0)
+    return found.integers if same and depth * MOST_PRODUCT + most < 1 << 31 else None
 
 
 def origin(n: Call, v: Value) -> tuple[Value, bool]:
@@ -203,10 +234,10 @@ def to_integers(x: Value, zero: Value | None, low: int, high: int, dtype: DType)
     return ops.clip(out, low=float(low), high=float(high)).astype(dtype)
 
 
-def requantised(sums: Value, factor: Value, zero: Value) -> Value:
-    """Sums, i32, times a factor, as integers of the zero point's dtype."""
-    low, high = bounds(zero.dtype)
-    return to_integers(sums.astype(f32) * factor.astype(f32), zero, low, high, zero.dtype)
+def requantised(sums: Value, factor: Value, zero: Value | None, dtype: DType | None = None) -> Value:
+    """Sums, i32, times a factor, as integers; their dtype is that of the zero point if there is one."""
+    dtype = dtype or zero.dtype  # type: ignore[union-attr]
+    return to_integers(sums.astype(f32) * factor.astype(f32), zero, *bounds(dtype), dtype)
 
 
 def bounds(dtype: DType) -> tuple[int, int]:

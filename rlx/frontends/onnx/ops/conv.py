@@ -68,10 +68,8 @@ def windows(n: Call, window: Ints) -> Windows:
 def conv(n: Call) -> Value:
     operands: list[Any] = [n.value(i) for i in range(3) if n.has(i)]
     groups, facts = n.attr("group", 1), windows(n, n.sizes(1)[2:]).facts
-    sums = quantities.conv_of(n, operands[0], operands[1], groups, facts)
-    if sums is None:
-        return ops.conv(*operands, groups=groups, **facts)
-    return sums + operands[2].reshape((-1, *(1,) * (sums.rank - 2))) if n.has(2) else sums
+    found = quantities.conv_of(n, operands[0], operands[1], n.maybe(2), groups, facts)
+    return ops.conv(*operands, groups=groups, **facts) if found is None else found
 
 
 @handler("ConvTranspose")

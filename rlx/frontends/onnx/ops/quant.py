@@ -30,6 +30,7 @@ def quantize_linear(n: Call) -> Value:
     precision = n.attr("precision", 0)
     scale = n.value(1)
     wide = dtype_of(n, precision) if precision else scale.dtype
+    scaled = n.scope.importer.scaled.get(x) if wide == f32 else None
     x, scale = x.astype(wide), spread(scale.astype(wide), x, axis, block)
     zero = spread(n.value(2), x, axis, block) if n.has(2) else None
     if code in narrow.INTEGERS:
@@ -39,6 +40,8 @@ def quantize_linear(n: Call) -> Value:
         ratio = x / scale if zero is None or code not in narrow.KINDS else x / scale + zero.astype(wide)
         return cast_code(n, ratio, code)
     dtype = dtype_of(n, code)
+    if scaled is not None and scale.rank == 0:
+        return requantised(scaled[0], scaled[1] / scale, zero, dtype)
     return quantised(x, scale, zero, *bounds(dtype), dtype)
 
 
@@ -89,20 +92,19 @@ def conv_integer(n: Call) -> Value:
     return _conv(n, 1, n.maybe(2), n.maybe(3))
 
 
-def _conv(n: Call, w: int, x_zero: Value | None, w_zero: Value | None) -> Value:
+def _conv(n: Call, w: int, x_zero: Value | None, w_zero: Value | None, bias: Value | None = None) -> Value:
     """The sums of a convolution with operand `w`."""
     x_zero, w_zero = (v.reshape(()) if v is not None and v.dims == (1,) else v for v in (x_zero, w_zero))
     facts = windows(n, n.sizes(w)[2:]).facts
-    return quantities.conv(n, n.value(0), n.value(w), x_zero, w_zero, n.attr("group", 1), facts)
+    return quantities.conv(n, n.value(0), n.value(w), x_zero, w_zero, n.attr("group", 1), facts, bias)
 
 
 @handler("QLinearConv", since=10)
 @handler("QLinearConv", domain=MS)
 def qlinear_conv(n: Call) -> Value:
     """The bias has the scale of the sums."""
-    sums = _conv(n, 3, n.value(2), n.value(5))
+    sums = _conv(n, 3, n.value(2), n.value(5), n.maybe(8))
     channels = (-1,) + (1,) * (n.rank(0) - 2)
-    sums = sums + n.value(8).reshape(channels) if n.has(8) else sums
     x_scale, w_scale, y_scale = (n.value(i).astype(f32) for i in (1, 4, 6))
     factor = x_scale.reshape(()) * w_scale / y_scale.reshape(())
     return requantised(sums, factor.reshape(channels if factor.dims not in ((), (1,)) else ()), n.value(7).reshape(()))
