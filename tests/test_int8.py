@@ -8,6 +8,8 @@ from kernel_runs import TARGETS
 from sentences import sentences
 
 import rlx
+from rlx.backends.cpu.target import target_for
+from rlx.compiler.channels_last import channels_last
 from rlx.compiler.compilation import Compilation
 from rlx.compiler.precision import precision
 from rlx.errors import CompileError
@@ -139,7 +141,8 @@ IMAGES = [
 @pytest.mark.parametrize("first", [False, True], ids=["channels last", "channels first"])
 @pytest.mark.parametrize(("dims", "kernel", "how"), IMAGES, ids=str)
 def test_convolutions_are_within_the_bound_of_their_image(dims, kernel, how, first):
-    """Whatever the sizes of other images; a NaN makes all of its image NaN, and no other."""
+    """Whatever the sizes of other images; a NaN makes all of its image NaN, and no other. Windows of one pixel are rows of
+    their own: there it makes the pixel NaN."""
     rng, g, spatial = np.random.default_rng(0), rlx.Graph("images"), tuple(range(1, len(dims) - 1))
     images, weights = rng.standard_normal(dims, np.float32), rng.standard_normal(kernel, np.float32)
     images *= 10.0 ** np.arange(dims[0]).reshape(-1, *(1,) * (len(dims) - 1))
@@ -163,10 +166,15 @@ def test_convolutions_are_within_the_bound_of_their_image(dims, kernel, how, fir
     error = np.abs(got - exact(images, weights))
     assert (error <= 1.001 * (span / 510 * total + peak / 254 * sums)).all() and error.max() > 1e-4
     if dims[0] > 1:
-        images[0, 1, 1] = np.nan
+        images[0, 2, 2] = np.nan
         after = compiled.run(given(images))[0]
-        assert np.isnan(after[0]).all()
-        np.testing.assert_array_equal(after[1:], got[1:])
+        if kernel[0] > 1:
+            assert np.isnan(after[0]).all()
+            np.testing.assert_array_equal(after[1:], got[1:])
+        else:
+            assert np.isnan(after[0, 1, 1]).all()
+            after[0, 1, 1] = got[0, 1, 1]
+            np.testing.assert_array_equal(after, got)
 
 
 @pytest.mark.parametrize("policy", ["int8", "bf16"])
@@ -176,6 +184,35 @@ def test_images_of_few_channels_stay_f32(policy):
     g.set_outputs([ops.conv(x, w)])
     precision(g, Compilation(TARGETS["host"], INT8.replace(precision=policy)), notes)
     assert [r.how for r in notes] == ["kept"] and "few channels" in notes[0].why
+
+
+@pytest.mark.parametrize("low", [0, 1])
+@pytest.mark.parametrize("first", [False, True], ids=["channels last", "channels first"])
+def test_images_of_three_channels_get_a_fourth_one(first, low):
+    """Where instructions sum products of four bytes. Images far from zero keep all levels, unless there are zeros around them."""
+    dims, (high, wide) = (2, 11, 13, 3), (3, 5)
+    rng, g = np.random.default_rng(0), rlx.Graph("images")
+    images = rng.uniform(90, 110, dims).astype(np.float32)
+    weights = rng.standard_normal((64, 3, high, wide), np.float32)
+    given = np.ascontiguousarray(np.moveaxis(images, -1, 1)) if first else images
+    x, w, b = g.input("x", given.shape, rlx.f32), g.param("w", weights.shape, rlx.f32), g.param("b", (64,), rlx.f32)
+    g.set_outputs([ops.conv(x if first else x.transpose(0, 3, 1, 2), w, b, low=low, high=low, strides=2)])
+    target = target_for("x86_64-unknown-linux-gnu", "x86-64-v4", ("avx512vnni",))
+    notes: list = []
+    narrowed = precision(channels_last(g, Compilation(target, INT8)), Compilation(target, INT8), notes)
+    assert [r.how for r in notes] == ["narrowed"]
+    assert [n.inputs[0].dtype.name for n in narrowed.nodes() if n.op.name == "conv"] == ["u8"]
+    params = {"w": weights, "b": rng.standard_normal(64, np.float32)}
+    exact, found = (evaluate(graph, {"x": given}, params)[0][0].astype(np.float64) for graph in (g, narrowed))
+    span = 20 if low == 0 else 110
+    total, peak = np.abs(weights).reshape(64, -1).sum(1), np.abs(weights).reshape(64, -1).max(1)
+    bound = span / 510 * total + peak / 254 * 3 * high * wide * (110 + span / 510)
+    error = np.abs(found - exact).max((0, 2, 3))
+    assert (error <= 1.001 * bound).all() and error.max() > 1e-3
+    compiled = rlx.Session(rlx.Device.CPU).compile(g, INT8)
+    for name, array in params.items():
+        compiled.set_param(name, array)
+    assert (np.abs(compiled.run({"x": given})[0] - exact).max((0, 2, 3)) <= 1.001 * bound).all()
 
 
 def test_an_attention_layer_keeps_its_attention():

@@ -19,19 +19,16 @@ from collections.abc import Sequence
 from rlx.compiler.compilation import Compilation
 from rlx.compiler.int8 import few_channels, in_int8
 from rlx.compiler.legalise import expand, into_contractions
+from rlx.compiler.pixels import whole_pixels
 from rlx.errors import CompileError, GraphError, known
-from rlx.ir.dtype import DTYPES, DType, f32, i8, u8
-from rlx.ir.graph import Graph, Node, Value, apply, keep, same_values
+from rlx.ir.dtype import DTYPES, DType, f32
+from rlx.ir.graph import Graph, Node, Value, keep, same_values
 from rlx.ir.op import OPS, Kind
-from rlx.ir.ops import copy, pad, transpose
-from rlx.ir.ops.conv import ConvAttrs
 from rlx.ir.ops.index import PadAttrs
-from rlx.ir.ops.view import transposed_axes
 from rlx.ir.program import NodeReport
 
 ADD, CAST, CONV = OPS["add"], OPS["cast"], OPS["conv"]
 ACTIVATIONS = tuple(OPS[name] for name in ("relu", "clip"))
-FEWEST_PRODUCTS = 1 << 11  # of a window in step: with fewer, copying an image with another channel takes longer
 MOST_AROUND = 8  # a smaller part of a value is cast by itself: the kernel of the whole would store more than it saves
 
 
@@ -129,35 +126,11 @@ def _moves_images(node: Node) -> bool:
 
 
 def _whole_pixels(node: Node, compilation: Compilation, narrow: DType | None) -> Node | None:
-    """A convolution of images of three channels with a fourth one of zeros, so that windows are read where they lie: those of
-    integers as wide as the target's products sum at a time. None: it is another, or the target has no such products."""
-    (x, w, *bias), attrs = node.inputs, node.attrs
-    assert isinstance(attrs, ConvAttrs)
-    if not attrs.channels_last or attrs.groups > 1 or x.dims[-1] != 3 or attrs.each("dilation", x.rank - 2)[-1] > 1:
-        return None
+    """A convolution of images of three channels on whole pixels. None: it is another, or the target has no such products."""
+    x = node.inputs[0]
     dtype = narrow if x.dtype == f32 and narrow else x.dtype
-    x = _in(dtype, x) if x.node.op is CAST else x
-    step = compilation.target.step("u8 i8" if (dtype, w.dtype) == (u8, i8) else dtype.name)
-    if w.shape.num_elements * (step - 1) < FEWEST_PRODUCTS or not compilation.is_static(w.node):
-        return None
-    spatial, whole = x.rank - 2, dtype.is_int  # a weight of 0 times an infinite pixel would be NaN
-    more = -w.shape.static[-3] % max(1, step // 4) if whole else 0
-    low, high = ([0, *attrs.each(name, spatial), 0] for name in ("low", "high"))
-    high[-2:] = high[-2] + more, 1
-    axes = tuple(range(x.rank))
-    if x.node.op is OPS["transpose"]:
-        axes, x = transposed_axes(x.node), x.node.inputs[0]
-    low, high = ([side[axes.index(axis)] for axis in range(x.rank)] for side in (low, high))
-    value = 0.0
-    if isinstance(given := x.node.attrs, PadAttrs) and (given.value == 0 or (whole and not any(attrs.low + attrs.high))):
-        value = given.value
-        low, high = ([a + b for a, b in zip(*sides)] for sides in ((low, given.low), (high, given.high)))
-        x = x.node.inputs[0]
-    image = transpose(pad(x.astype(dtype), low=low, high=high, value=value), axes=axes)
-    image = image if axes == tuple(range(x.rank)) else copy(image)
-    w = pad(w, low=(0,) * w.rank, high=(*(0,) * (spatial - 1), more, 1, 0))
-    how = {"strides": attrs.strides, "dilation": attrs.dilation, "channels_last": True}
-    return apply(CONV, (image, w, *bias), how).node  # type: ignore[union-attr]
+    found = whole_pixels(node, compilation, dtype, _in(dtype, x) if x.node.op is CAST else x)
+    return None if found is None else found.conv(found.image.astype(dtype), *node.inputs[2:])
 
 
 def _policy(compilation: Compilation) -> DType | None:
