@@ -1,17 +1,22 @@
-"""Scaling of an encoder of BERT-base's size with cores: `python benchmarks/scaling.py [--threads 1 2 4 8 16] [--batch 8]`.
+"""Scaling of an encoder with cores: `python benchmarks/scaling.py [--model bert-base] [--threads 1 2 4 8 16] [--batch 8]`.
 
 Random weights. Executables for each number of threads, and torch if it is installed, alternate; medians of wall time. The
 limit is the multiply-add rate of one core, measured in the same rounds, times the threads.
+
+--copies: what several cores can gain at best. One thread alone, as many copies of it as threads, each a process on a core of its
+own, and one program on so many threads take turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import multiprocessing
 import os
 import statistics
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +28,8 @@ from benchmarks.encoder_peers import Run, flops
 from benchmarks.measure import fma_call, header, table
 from rlx.frontends.models import bert
 
-BASE = bert.BertConfig(30522, 768, 12, 12, 3072, 512)
+MODELS = {"bert-base": bert.BertConfig(30522, 768, 12, 12, 3072, 512), "minilm": bert.BertConfig(30522, 384, 6, 12, 1536, 512)}
+TURN = 0.5  # seconds that copies and threads run in a turn
 
 
 def run_rlx(config: bert.BertConfig, batch: int, length: int, threads: int, precision: str) -> Run:
@@ -60,6 +66,42 @@ def run_torch(config: bert.BertConfig, batch: int, length: int, precision: str) 
     return run
 
 
+def worker(ends: Connection, cpus: set[int], *sizes: object) -> None:
+    """Runs of so many seconds at each word; answers their median. Sizes are run_rlx's."""
+    os.sched_setaffinity(0, cpus)
+    run = run_rlx(*sizes)  # type: ignore[arg-type]
+    run()
+    ends.send(0.0)
+    while True:
+        seconds, times = ends.recv(), []
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            begin = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - begin)
+        ends.send(statistics.median(times))
+
+
+def copies(config: bert.BertConfig, batch: int, length: int, threads: int, precision: str, rounds: int) -> None:
+    cpus, ask = sorted(os.sched_getaffinity(0))[:threads], multiprocessing.get_context("spawn")
+    sets = [*({cpu} for cpu in cpus), set(cpus)]  # a copy a core; then one program on all of them
+    pipes = [ask.Pipe() for _ in sets]
+    for (_, end), mine in zip(pipes, sets):
+        ask.Process(target=worker, args=(end, mine, config, batch, length, len(mine), precision), daemon=True).start()
+    *each, shared = (pipe for pipe, _ in pipes)
+
+    def turn(*those: Connection) -> list[float]:
+        for pipe in those:
+            pipe.send(TURN)
+        return [pipe.recv() for pipe in those]
+
+    for pipe in (*each, shared):
+        pipe.recv()
+    found = [(*turn(each[0]), statistics.mean(turn(*each)), *turn(shared)) for _ in range(rounds)]
+    alone, gain, most = (statistics.median(x) for x in zip(*((a, a / s, threads * a / c) for a, c, s in found)))
+    print(f"| {batch} × {length} | {precision} | {threads} | {alone * 1e3:.2f} | {gain:.2f} | {most:.2f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", default=[n for n in (1, 2, 4, 8, 16) if n <= (os.cpu_count() or 1)])
@@ -67,9 +109,18 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--precision", default="f32")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", default="bert-base", choices=MODELS)
+    parser.add_argument("--copies", action="store_true")
     args = parser.parse_args()
-    shape = args.batch, args.length
-    runs = {f"rlx {n}": run_rlx(BASE, *shape, n, args.precision) for n in args.threads}
+    config, shape = MODELS[args.model], (args.batch, args.length)
+    if args.copies:
+        print(header("llvmlite"))
+        print("| shape | precision | threads | one, ms | threads gain | copies gain |", "| --- " * 6 + "|", sep="\n")
+        for n in args.threads:
+            if n > 1:
+                copies(config, *shape, n, args.precision, args.rounds)
+        return
+    runs = {f"rlx {n}": run_rlx(config, *shape, n, args.precision) for n in args.threads}
     want = runs[f"rlx {args.threads[0]}"]().copy()
     for name, run in runs.items():
         if (apart := float(np.abs(run() - want).max())) > 1e-4:
@@ -78,7 +129,7 @@ def main() -> None:
     if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
         import torch
 
-        peer = run_torch(BASE, *shape, args.precision)
+        peer = run_torch(config, *shape, args.precision)
         peers = {f"torch {n}": (n, peer) for n in args.threads[-1:]}
     fma, work = fma_call(steps=200_000)
     times: dict[str, list[float]] = {name: [] for name in (*runs, *peers, "fma")}
@@ -96,10 +147,10 @@ def main() -> None:
     peak, first = work / median.pop("fma"), median[f"rlx {args.threads[0]}"]
     rows = []
     for name, seconds in median.items():
-        limit = flops(BASE, *shape) / peak / int(name.split()[1])
+        limit = flops(config, *shape) / peak / int(name.split()[1])
         rows.append([name, f"{seconds * 1e3:.1f}", f"{first / seconds:.2f}", f"{limit / seconds:.0%}"])
     print(header("llvmlite", *(["torch"] if peers else [])))
-    print(f"BERT-base {args.batch} x {args.length}, {args.precision}; multiply-adds {peak / 1e9:.0f} GFLOP/s on one core")
+    print(f"{args.model} {args.batch} x {args.length}, {args.precision}; multiply-adds {peak / 1e9:.0f} GFLOP/s on one core")
     print(table(["engine, threads", "ms", "times one thread", "of f32 limit"], rows))
 
 
