@@ -72,9 +72,8 @@ def worker(ends: Connection, cpus: set[int], *sizes: object) -> None:
     run = run_rlx(*sizes)  # type: ignore[arg-type]
     run()
     ends.send(0.0)
-    while True:
-        seconds, times = ends.recv(), []
-        end = time.perf_counter() + seconds
+    while (seconds := ends.recv()) > 0:
+        end, times = time.perf_counter() + seconds, []
         while time.perf_counter() < end:
             begin = time.perf_counter()
             run()
@@ -99,6 +98,8 @@ def copies(config: bert.BertConfig, batch: int, length: int, threads: int, preci
         pipe.recv()
     found = [(*turn(each[0]), statistics.mean(turn(*each)), *turn(shared)) for _ in range(rounds)]
     alone, gain, most = (statistics.median(x) for x in zip(*((a, a / s, threads * a / c) for a, c, s in found)))
+    for pipe in (*each, shared):
+        pipe.send(0)  # they end
     print(f"| {batch} × {length} | {precision} | {threads} | {alone * 1e3:.2f} | {gain:.2f} | {most:.2f} |")
 
 
