@@ -124,6 +124,26 @@ def test_a_mask_takes_hold_of_calls_that_were_bound_before(cuda: object) -> None
         assert tier.seconds == tier.bytes / compiled.expert_tiers().rate(near) > 0
 
 
+def test_experts_that_leave_while_a_call_begins(cuda: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool makes the first table between a call's look at its graph and the launch: the old graph reads slots in order."""
+    compiled = compiled_layers()
+    compiled.set_params(params_of(compiled))
+    x = np.random.default_rng(1).standard_normal((T, D)).astype(np.float32)
+    (before,) = compiled.run({"x": x})
+    bound, gpu, masks = compiled.bound([x]), backend.memory_of(0).gpu, [MASKS[1], MASKS[0]]
+    plain = gpu.await_readers
+
+    def interrupted() -> None:
+        plain()
+        while masks:
+            compiled.expert_tiers().set(masks.pop())
+
+    monkeypatch.setattr(gpu, "await_readers", interrupted)
+    np.testing.assert_array_equal(bound()[0], before)
+    assert not masks
+    np.testing.assert_array_equal(bound()[0], before)
+
+
 def test_memory_falls_with_the_experts_that_leave(cuda: FakeDriver | None) -> None:
     compiled = compiled_layers()
     compiled.set_params(params_of(compiled))

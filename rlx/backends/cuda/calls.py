@@ -65,17 +65,17 @@ class Starter:
         gpu, ring, block = own.gpu, own.ring, self.block
         if status == start_code.AGAIN:
             replay = own.first_replay
-            graph = replay.graph()
+            replay.graph()
             block.turn, block.taken = ctypes.addressof(ring.turns), ring.taken.ctypes.data
             block.ring, block.slot_bytes = ring.memory.ctypes.data, ring.slot_bytes
             block.slots = SLOTS if ring.inputs else 1 << 62  # nothing counts the slots that are taken
             block.reading, block.stream, block.context = ctypes.addressof(gpu.reading), int(gpu.use()), int(gpu.context)
-            block.use, block.replay, block.graph = gpu.entry("cuCtxSetCurrent"), gpu.entry("cuGraphLaunch"), int(graph)
-            block.watched = replay.watched
+            block.use, block.replay, block.watched = gpu.entry("cuCtxSetCurrent"), gpu.entry("cuGraphLaunch"), replay.watched
             gpu.await_readers()
             if ring.inputs:
                 ring.room()
             with own.experts.queueing(True) if own.experts else nullcontext():
+                block.graph = int(replay.graph())  # another one, if a table of experts has been made since
                 status = self._call(ctypes.addressof(block))
             if own.experts and own.experts.log:
                 block.graph = None  # before each run, there must be room in the log
