@@ -72,7 +72,7 @@ def in_fewer(kernel: Kernel) -> Kernel:
 
 
 class _Bytes:
-    """What is known of expressions, by their id: integers in f32; (number, zero point) of bytes, and of sums of them. They are
+    """Facts of expressions, by their id: integers in f32; (number, zero point) of bytes, and of sums of them. They are
     `kept`, so that no other one gets the id."""
 
     def __init__(self) -> None:
