@@ -211,10 +211,27 @@ def test_the_command_that_saves(encoder, decoder, tmp_path):
     assert done.returncode == 0, done.stderr
     assert rlx.load(tmp_path / "qwen3.rlx").capacity == 8
     refused = {
-        ("--shape", "8"): "--shape is texts x tokens, as 8x64; got '8'", ("--shape", "1x16"): "--shape is for encoders",
-    }  # fmt: skip
+        ("--shape", "8"): "--shape is texts x tokens, as 8x64; got '8'",
+        ("--shape", "1x16", "--dim", "n=2"): f"--dim, --shape: {decoder[0]} is a language model",
+    }
     for options, message in refused.items():
         done = saved(decoder[0], tmp_path / "x.rlx", *options)
         assert done.returncode == 1 and message in done.stderr and not (tmp_path / "x.rlx").exists()
     done = saved(decoder[1], tmp_path / "x.rlx")
     assert done.returncode == 1 and "is an artifact file already" in done.stderr
+    done = saved(encoder[0].folder, tmp_path / "x.rlx", "--cache", "bf16")
+    assert done.returncode == 1 and f"--cache: {encoder[0].folder} is an encoder" in done.stderr
+
+
+def test_commands_take_the_cache_of_an_artifact(decoder, tmp_path, capsys):
+    """The option was f32 where it was not given, which an artifact with another cache refused."""
+    from rlx.cli.main import run
+
+    rlx.load(decoder[0], capacity=24, cache="bf16").save(tmp_path / "narrow.rlx", sizes=[1])
+    args = ["generate", str(tmp_path / "narrow.rlx"), "the cat", "--max-new-tokens", "2"]
+    with pytest.raises(SystemExit) as end:
+        run(args)
+    assert end.value.code == 0
+    with pytest.raises(SystemExit) as end:
+        run([*args, "--cache", "f32"])
+    assert end.value.code == 1 and "cache='f32' is not as in the artifact file" in capsys.readouterr().err

@@ -53,6 +53,22 @@ def test_several_texts_at_once(folder, capsys):
     assert [r["what"] for r in facts["results"]] == ["prefill 3 x 5", "decode 3 x 1"]
 
 
+def test_options_that_a_model_does_not_have_are_refused(folder, tmp_path, capsys):
+    path, encoder = str(tmp_path / "qwen3.rlx"), str(rlx.models.default_folder())
+    rlx.load(folder, capacity=16, cache="bf16").save(path, sizes=[1])
+    small = ["--length", "4", "--new-tokens", "2"]
+    code, text, _ = benched(capsys, path, *small, "--json")
+    assert code == 0 and json.loads(text)["batch"] == 1
+    for args, said in (
+        ([path, "--cache", "f32"], f"--cache: {path} was saved with --batch 1 --cache bf16"),
+        ([path, "--batch", "3"], f"--batch: {path} was saved with --batch 1 --cache bf16"),
+        ([str(folder), "--dim", "n=2"], f"--dim: {folder} is no ONNX model"),
+        ([encoder, "--cache", "bf16", "--new-tokens", "9"], f"--new-tokens, --cache: {encoder} is an encoder"),
+    ):
+        code, _, err = benched(capsys, *args)
+        assert code == 1 and said in " ".join(err.split())
+
+
 def test_an_encoder_and_its_artifact(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(show._out, "width", 160)
     code, text, err = benched(capsys, str(rlx.models.default_folder()), "--length", "16", "--batch", "2")

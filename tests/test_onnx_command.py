@@ -121,10 +121,13 @@ def test_every_output_has_a_file_of_its_own_and_bf16_reads_back(tmp_path, capsys
 
 def test_options_that_a_model_does_not_have_are_refused(file, tmp_path, capsys):
     saved = "save", file, tmp_path / "net.rlx", "--dim", "n=2"
-    assert "--capacity: the sizes of" in says(capsys, *saved, "--capacity", 9, fails=True)
+    assert f"--capacity: {file} is no model of text" in says(capsys, *saved, "--capacity", 9, fails=True)
+    assert "--cache: " in says(capsys, *saved, "--cache", "bf16", fails=True)
+    for command in ("bench", "explain"):
+        assert "--cache: " in says(capsys, command, file, "--dim", "n=2", "--cache", "bf16", fails=True)
     for command in ("bench", "verify", "explain"):
         said = says(capsys, command, file, "--dim", "n=2", "--batch", 8, "--length", 9, fails=True)
-        assert "--batch, --length: the sizes of" in said and "are given by --dim" in said
+        assert f"--batch, --length: {file} is no model of text; its sizes are given by --dim" in said
     assert "no input has a dim of this name" in says(capsys, "inspect", file, "--dim", "m=2", fails=True)
     assert "w" in says(capsys, "inspect", file, "--params").partition("tensors")[2]
     assert "which has no tokenizer: `rlx run`" in says(capsys, "generate", file, "hello", fails=True)
@@ -148,7 +151,7 @@ def test_bench_times_artifacts_of_graphs(file, tmp_path, capsys):
     assert facts["results"][0]["what"] == "run on x f32[2,40]"
     assert "runs/s" in says(capsys, "bench", tmp_path / "net.rlx", "--seconds", "0")
     said = says(capsys, "bench", tmp_path / "net.rlx", "--batch", 8, fails=True)
-    assert "--batch: the sizes of" in said and "are those that it was saved with" in said
+    assert "--batch: " in said and "its sizes are those that it was saved with" in said
     for command in ("bench", "run"):
         assert "--tune is for compiles" in says(capsys, command, tmp_path / "net.rlx", "--tune", 1, fails=True)
 

@@ -44,6 +44,7 @@ class Timing:
 
 
 def bench(
+    context: typer.Context,
     model: o.Model,
     batch: Annotated[int, typer.Option(min=1, help="Texts at once.")] = 1,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a text, or of a prompt.")] = 128,
@@ -52,7 +53,7 @@ def bench(
     dim: o.Dims = None,
     given: o.Given = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-    cache: o.CacheDType = "f32",
+    cache: o.CacheDType = None,
     device: o.DeviceName = "cpu",
     threads: o.Threads = None,
     tune: o.Tune = 0.0,
@@ -70,7 +71,7 @@ def bench(
 
         rlx bench model.q4_k.gguf --length 512 --threads 4 --json
     """
-    from rlx.cli.run import arrays, holds_graphs, open_onnx, sized_by_dims, stored
+    from rlx.cli.run import arrays, holds_graphs, open_onnx, sizes_of, stored
     from rlx.frontends.embedding import EmbeddingModel
     from rlx.frontends.load import load
     from rlx.runtime import CompileOptions, Session
@@ -79,14 +80,14 @@ def bench(
         begun = time.perf_counter()
         session = Session(device, progress=bars.step)
         options = CompileOptions(threads=threads, tune=tune)
-        given_for_text = {"--batch": batch != 1, "--length": length != 128, "--new-tokens": new_tokens != 64}
+        for_text = ("batch", "length", "new_tokens", "cache")
         if model.suffix == ".onnx":
-            sized_by_dims(model, given_for_text)
+            o.refuse(context, sizes_of(model), *for_text)
             net, inputs = open_onnx(model, bars, given, dim, True, device, threads, tune)
             loaded = time.perf_counter() - begun
             prepared = _graph(net.executable(inputs), inputs)
         elif holds_graphs(model):
-            sized_by_dims(model, given_for_text)
+            o.refuse(context, sizes_of(model), *for_text)
             compiled = stored(model, None, device, threads, tune)
             loaded = time.perf_counter() - begun
             prepared = _graph(compiled, arrays({d.name: d.shape for d in compiled.inputs}, given, dim))
@@ -94,8 +95,16 @@ def bench(
             how = _of_language(model, batch, length + new_tokens, cache, bars)
             found = load(model, session=session, options=options, **how)
             loaded = time.perf_counter() - begun
-            encoder = isinstance(found, EmbeddingModel)
-            prepared = _encoder(found, batch, length) if encoder else _decoder(found, length, new_tokens)
+            o.refuse(context, f"{model} is no ONNX model", "dim", "given")
+            if isinstance(found, EmbeddingModel):
+                o.refuse(context, f"{model} is an encoder", "new_tokens", "cache")
+                prepared = _encoder(found, batch, length)
+            else:
+                if (found.batch, found.cache) != (batch, cache or found.cache):
+                    fixed = f"--batch {found.batch} --cache {found.cache}"
+                    o.refuse(context, f"{model} was saved with {fixed}", "batch", "cache")
+                batch = found.batch
+                prepared = _decoder(found, length, new_tokens)
     results, compiled, memory = prepared(seconds)  # without bars, whose thread would disturb the times
     reports = [c.report() for c in compiled]
     facts = {
@@ -110,7 +119,7 @@ def bench(
         _print(facts, roofline_of(compiled[0]))
 
 
-def _of_language(model: Path, batch: int, capacity: int, cache: str, bars: Bars) -> dict[str, Any]:
+def _of_language(model: Path, batch: int, capacity: int, cache: str | None, bars: Bars) -> dict[str, Any]:
     """Arguments that only a LanguageModel takes."""
     from rlx.frontends.embedding import is_encoder
     from rlx.frontends.hub import model_path
@@ -118,7 +127,8 @@ def _of_language(model: Path, batch: int, capacity: int, cache: str, bars: Bars)
 
     if is_encoder(path := model_path(model)) or begins_with(path):
         return {}
-    return {"batch": batch, "capacity": capacity, "cache": cache, "progress": bars.loading}
+    how = {"batch": batch, "capacity": capacity, "progress": bars.loading}
+    return how if cache is None else how | {"cache": cache}
 
 
 class Results(NamedTuple):

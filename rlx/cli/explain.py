@@ -21,6 +21,7 @@ CONTEXT = 128  # tokens before the explained step of a language model, if they f
 
 
 def explain(
+    context: typer.Context,
     model: Annotated[
         Path | None,
         typer.Argument(help=f"Folder, .gguf or .onnx file, {o.HUB}.", metavar="MODEL", show_default="all-MiniLM-L6-v2"),
@@ -31,13 +32,13 @@ def explain(
     batch: Annotated[int, typer.Option(min=1, help="Texts of a run, for an encoder.")] = 1,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a text, for an encoder.")] = 128,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a run, for a language model; 1: a step of decoding.")] = 1,
-    context: Annotated[
-        int | None, typer.Option(min=0, help="Tokens before those, for a language model.", show_default=str(CONTEXT))
+    held: Annotated[
+        int | None, typer.Option("--context", min=0, help="Tokens before those, for a language model.", show_default=str(CONTEXT))
     ] = None,
     dim: o.Dims = None,
     given: o.Given = None,
     capacity: o.Capacity = None,
-    cache: o.CacheDType = "f32",
+    cache: o.CacheDType = None,
     device: o.DeviceName = "cpu",
     threads: o.Threads = None,
     tune: o.Tune = 0.0,
@@ -55,7 +56,7 @@ def explain(
     for path in (output, report, trace):
         o.check_writable(path)
     from rlx.cli.generate import open_model
-    from rlx.cli.run import open_onnx, sized_by_dims
+    from rlx.cli.run import open_onnx, sizes_of
     from rlx.errors import Unsupported
     from rlx.explain.profile import timed, write_trace
     from rlx.frontends.embedding import default_folder, is_encoder, load
@@ -67,17 +68,20 @@ def explain(
     place = default_folder() if model is None else model_path(model)
     if begins_with(place):
         raise Unsupported(f"{place} is an artifact, which has programs and no graph: explain the model that it was saved from")
+    of_encoders, of_decoders = ("batch", "length"), ("tokens", "held", "capacity", "cache")
     with Bars() as bars:
         if place.suffix == ".onnx":
-            given_for_text = {"--batch": batch != 1, "--length": length != 128, "--tokens": tokens != 1}
-            sized_by_dims(place, given_for_text | {"--context": context is not None, "--capacity": capacity is not None})
+            o.refuse(context, sizes_of(place), *of_encoders, *of_decoders)
             found, profile = of_onnx(*open_onnx(place, bars, given, dim, True, device, threads, tune))
         elif is_encoder(place):
+            o.refuse(context, f"{place} is an encoder", "dim", "given", *of_decoders)
             session = Session(device, progress=bars.step)
             encoder = load(place, options=CompileOptions(threads=threads, tune=tune), session=session)
             found, profile = of_encoder(encoder, batch, length)
         else:
-            found, profile = of_language(open_model(place, bars, capacity, cache, device, threads, tune), tokens, context)
+            decoder = open_model(place, bars, capacity, cache, device, threads, tune)
+            o.refuse(context, f"{place} is a language model", "dim", "given", *of_encoders)
+            found, profile = of_language(decoder, tokens, held)
     found.explain(output, profile)
     if report is not None:
         found.report().save(report, profile)

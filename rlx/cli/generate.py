@@ -35,7 +35,7 @@ def generate(
     stop: o.Stop = None,
     chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a chat message: apply the model's template.")] = False,
     capacity: o.Capacity = None,
-    cache: o.CacheDType = "f32",
+    cache: o.CacheDType = None,
     device: o.DeviceName = "cpu",
     threads: o.Threads = None,
     tune: o.Tune = 0.0,
@@ -113,7 +113,7 @@ def chat(
     seed: o.Seed = None,
     stop: o.Stop = None,
     capacity: o.Capacity = None,
-    cache: o.CacheDType = "f32",
+    cache: o.CacheDType = None,
     device: o.DeviceName = "cpu",
     threads: o.Threads = None,
     tune: o.Tune = 0.0,
@@ -212,7 +212,7 @@ def expert_options(budget: str | None, policy: str | None, profile: Path | None,
 
 
 def open_model(
-    model: Path, bars: Bars, capacity: int | None, cache: str, device: str, threads: int | None, tune: float,
+    model: Path, bars: Bars, capacity: int | None, cache: str | None, device: str, threads: int | None, tune: float,
     transport: SymmetricTransport | None = None, **experts: Any,
 ) -> LanguageModel:  # fmt: skip
     """`experts`: as from expert_options."""
@@ -221,8 +221,9 @@ def open_model(
 
     session = Session(device, progress=bars.step, transport=transport)
     options = CompileOptions(threads=threads, tune=tune)
-    how = {name: value for name, value in experts.items() if value is not None}
-    return load_decoder(model, capacity=capacity, cache=cache, options=options, progress=bars.loading, session=session, **how)
+    given = {"capacity": capacity, "cache": cache, **experts}
+    how = {name: value for name, value in given.items() if value is not None}
+    return load_decoder(model, options=options, progress=bars.loading, session=session, **how)
 
 
 def _tell_experts(model: LanguageModel) -> None:

@@ -28,6 +28,7 @@ CHUNKS = (1, 32, 512)  # tokens, of language models
 
 
 def inspect(
+    context: typer.Context,
     model: o.Model,
     params: Annotated[bool, typer.Option("--params", help="List every tensor.")] = False,
     compiled: Annotated[bool, typer.Option("--compiled/--files", help="Also plan the graphs that would be compiled.")] = True,
@@ -59,6 +60,7 @@ def inspect(
         graphs = _onnx(path, dim, given, params, compiled)
         return _planned(graphs, session, options) if graphs else None
     found = load(path, session=session, options=options)
+    o.refuse(context, f"{path} is no ONNX model", "dim", "given")
     print(o.printable(f"{path}: {'encoder' if isinstance(found, EmbeddingModel) else 'language model'}"))
     graphs = _encoder(found, params) if isinstance(found, EmbeddingModel) else _decoder(found, params)
     if compiled:

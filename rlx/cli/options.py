@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlx.errors import RlxError
+from rlx.errors import OptionError, RlxError
 
 if TYPE_CHECKING:
     from rlx.cli.progress import Bars
@@ -48,6 +48,19 @@ def check_writable(path: Path | None) -> None:
         raise RlxError(f"cannot write {path}: it is a folder")
 
 
+def given(context: typer.Context, name: str) -> bool:
+    """Whether this parameter of the command was given, and is not its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def refuse(context: typer.Context, why: str, *names: str) -> None:
+    """OptionError: one of these parameters was given. `why`: the reason why they are of no use."""
+    options = {p.name: p.opts[0] for p in context.command.params}
+    if wrong := [options[name] for name in names if given(context, name)]:
+        raise OptionError(f"{', '.join(wrong)}: {why}")
+
+
 # -- language models
 
 MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer (tokens).", show_default="what fits")]
@@ -75,7 +88,7 @@ ExpertProfile = Annotated[Path | None, typer.Option(help="Begin with the experts
 RecordExperts = Annotated[
     Path | None, typer.Option(help="Write a trace of the experts chosen, for `rlx moe simulate`.", show_default=False)
 ]  # fmt: skip
-CacheDType = Annotated[str, typer.Option(help="Dtype of the KV cache: f32, bf16 or f16.")]
+CacheDType = Annotated[str | None, typer.Option(help="Dtype of the KV cache: f32, bf16 or f16.", show_default="f32")]
 
 
 def open_encoder(model: Path | None, bars: Bars, device: str, threads: int | None, tune: float) -> EmbeddingModel:

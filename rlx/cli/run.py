@@ -163,11 +163,10 @@ def open_onnx(
     return net, arrays(declared(net, given), given, dim, random, seed)
 
 
-def sized_by_dims(path: Path, given: Mapping[str, bool]) -> None:
-    """OptionError: an option was given that is for models of text. `path`: an .onnx file, or an artifact file of graphs."""
-    if wrong := [option for option, is_given in given.items() if is_given]:
-        how = "given by --dim" if path.suffix == ".onnx" else "those that it was saved with"
-        raise OptionError(f"{', '.join(wrong)}: the sizes of {path} are {how}")
+def sizes_of(path: Path) -> str:
+    """The reason why options for models of text are refused. `path`: an .onnx file, or an artifact file of graphs."""
+    how = "given by --dim" if path.suffix == ".onnx" else "those that it was saved with"
+    return f"{path} is no model of text; its sizes are {how}"
 
 
 def declared(net: OnnxModel, given: list[str] | None = None) -> dict[str, Shape | None]:

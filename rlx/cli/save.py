@@ -13,6 +13,7 @@ from rlx.errors import OptionError, Unsupported
 
 
 def save(
+    context: typer.Context,
     model: o.Model,
     file: Annotated[Path, typer.Argument(help="The artifact file to write.", metavar="FILE", show_default=False)],
     shape: Annotated[
@@ -22,7 +23,7 @@ def save(
     dim: o.Dims = None,
     given: o.Given = None,
     capacity: o.Capacity = None,
-    cache: o.CacheDType = "f32",
+    cache: o.CacheDType = None,
     weights: Annotated[bool, typer.Option(help="Store the weights; without, their files and checksums.")] = True,
     device: o.DeviceName = "cpu",
     threads: o.Threads = None,
@@ -52,19 +53,18 @@ def save(
     shapes = [_shape(text) for text in shape] if shape else None
     with Bars() as bars:
         if place.suffix == ".onnx":
-            from rlx.cli.run import open_onnx, sized_by_dims
+            from rlx.cli.run import open_onnx, sizes_of
 
-            sized_by_dims(place, {"--shape": bool(shapes), "--capacity": capacity is not None})
+            o.refuse(context, sizes_of(place), "shape", "capacity", "cache")
             net, inputs = open_onnx(place, bars, given, dim, True, device, threads, tune)
             nbytes = net.save(file, inputs, weights)
         elif is_encoder(place):
-            if capacity is not None:
-                raise OptionError(f"--capacity is for language models, and {place} is an encoder")
+            o.refuse(context, f"{place} is an encoder", "dim", "given", "capacity", "cache")
             nbytes = o.open_encoder(place, bars, device, threads, tune).save(file, shapes=shapes, weights=weights)
         else:
-            if shapes:
-                raise OptionError(f"--shape is for encoders, and {place} is none")
-            nbytes = open_model(place, bars, capacity, cache, device, threads, tune).save(file, weights=weights)
+            decoder = open_model(place, bars, capacity, cache, device, threads, tune)
+            o.refuse(context, f"{place} is a language model", "dim", "given", "shape")
+            nbytes = decoder.save(file, weights=weights)
     print(f"{file}: {sized(nbytes)}")
 
 

@@ -23,6 +23,7 @@ HELD = 5  # tokens in the state before a chunk is verified
 
 
 def verify(
+    context: typer.Context,
     model: o.Model,
     length: Annotated[int, typer.Option(min=1, help="Tokens of the network that is verified.")] = 16,
     batch: Annotated[int, typer.Option(min=1, help="Texts at once, of an encoder.")] = 2,
@@ -51,20 +52,27 @@ def verify(
     """
     import numpy as np
 
-    from rlx.cli.run import sized_by_dims
+    from rlx.cli.run import sizes_of
+    from rlx.frontends.embedding import is_encoder
     from rlx.frontends.hub import model_path
     from rlx.runtime import CompileOptions, Session
     from rlx.runtime.artifact import begins_with
     from rlx.runtime.verifying import verify
 
+    of_text, of_onnx, of_runs = ("batch", "length", "text"), ("dim", "given"), ("seed", "device", "threads")
     if begins_with(path := model_path(model)):
+        o.refuse(context, f"{path} is an artifact file, which is not run", *of_text, *of_onnx, *of_runs)
         return _stored(path)
     with Bars() as bars:
         session, options = Session(device, threads, progress=bars.step), CompileOptions()
-        cases = _cases(path, session, options, batch, length, text, np.random.default_rng(seed))
         if path.suffix == ".onnx":
-            sized_by_dims(path, {"--batch": batch != 2, "--length": length != 16, "--text": text is not None})
+            o.refuse(context, sizes_of(path), *of_text)
             cases = _onnx(path, bars, given, dim, device, threads, seed)
+        else:
+            o.refuse(context, f"{path} is no ONNX model", *of_onnx)
+            if not is_encoder(path):
+                o.refuse(context, f"{path} is no encoder: one text is verified", "batch")
+            cases = _cases(path, session, options, batch, length, text, np.random.default_rng(seed))
         for case in cases:
             found = verify(
                 case.graph, case.weights, case.inputs, session=session, options=options, states=case.states,
