@@ -269,7 +269,10 @@ def main() -> None:
         print(json.dumps({**said, "compiler": "libllvmlite" in Path("/proc/self/maps").read_text()}))
         return
     from benchmarks.measure import append, header
+    from benchmarks.vision import SHAPES
 
+    if args.model not in ("minilm", *SHAPES):
+        parser.error(f"--model {args.model}: choose minilm, {', '.join(SHAPES)}")
     encoder = args.model == "minilm"
     found = {e: about for e, about in ENGINES.items() if encoder or about[2] not in ("rlx", "ctranslate2")}
     found = found if encoder else {**COMMANDS, **found}

@@ -1,10 +1,27 @@
-"""Locks that are free in a forked child."""
+"""What a forked child does to the objects that it has from its parent, and locks that are free in it."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 from weakref import WeakSet
+
+T = TypeVar("T")
+
+
+def each_in_child(do: Callable[[T], None]) -> WeakSet[T]:
+    """A set, for whose members a forked child calls `do`. Sets that were made first come first."""
+    members: WeakSet[T] = WeakSet()
+
+    def do_all() -> None:
+        for member in list(members):
+            do(member)
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=do_all)
+    return members
 
 
 class Lock:
@@ -30,15 +47,6 @@ class Lock:
             self._lock = threading.RLock()
 
 
-_locks: WeakSet[Lock] = WeakSet()
+_locks = each_in_child(Lock._in_child)
 
-
-def _after_fork() -> None:
-    for lock in list(_locks):
-        lock._in_child()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-__all__ = ["Lock"]
+__all__ = ["Lock", "each_in_child"]

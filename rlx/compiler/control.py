@@ -29,7 +29,7 @@ from rlx.ir.program import ArenaPlan, BufferDecl, Program, Region, Step, print_p
 from rlx.ir.shape import Shape, contiguous_strides
 
 
-class Ahead(NamedTuple):
+class Preparing(NamedTuple):
     """A step of a sub-program that depends on params alone: it belongs to those that prepare the outer program."""
 
     kernel: K.Kernel
@@ -40,7 +40,7 @@ class Flow(NamedTuple):
     """A step that runs sub-programs."""
 
     lowered: Lowered
-    ahead: tuple[Ahead, ...]
+    ahead: tuple[Preparing, ...]
 
 
 Compile = Callable[[Graph, Mapping[str, str]], Program]  # a sub-graph, compiled; the names of its params' values (_Keys)
@@ -65,7 +65,7 @@ class _Lowering:
         self.node, self.facts, self.compile_body, self.key = node, facts, compile_body, key
         self.args: dict[Place, int] = {}
         self.written: set[Place] = set()
-        self.ahead: list[Ahead] = []
+        self.ahead: list[Preparing] = []
         self.arena = 0
 
     def place(self, value: Value) -> Place:
@@ -155,7 +155,7 @@ class _Lowering:
         program = self.compile_body(inner.graph, inner.keys)
         places = self.places(program, inner.wires)
         for step in program.prepare:
-            self.ahead.append(Ahead(step.kernel, tuple(places[a] for a in step.args)))
+            self.ahead.append(Preparing(step.kernel, tuple(places[a] for a in step.args)))
         body, outer = _normal(program, {b.id for b in program.buffers if b.id in places and places[b.id] in self.written})
         self.arena = max(self.arena, body.plan.size_bytes)
         self.facts.bodies.setdefault(text := print_program(body), body)
@@ -238,4 +238,4 @@ def _over(step: Step, makes: bool, earlier: bool, made: int, carried: int) -> bo
     return all((i, to) in pairs for i, a in enumerate(step.args) if a == carried)
 
 
-__all__ = ["Ahead", "Flow", "carried_in_place", "lower_control"]
+__all__ = ["Flow", "Preparing", "carried_in_place", "lower_control"]

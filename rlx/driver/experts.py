@@ -23,7 +23,7 @@ import numpy as np
 from rlx.driver import files
 from rlx.driver.expert_source import ExpertSource
 from rlx.errors import BindingError, CorruptFileError, IndexRangeError, InputShapeError, OutOfMemoryError, whole
-from rlx.forks import Lock
+from rlx.forks import Lock, each_in_child
 from rlx.records import record
 
 AT_ONCE, LATER = 1, 2  # when an advisor learns of choices that were all resident
@@ -470,16 +470,7 @@ def _temporary() -> files.Mapped:
     return made
 
 
-_all: WeakSet[ExpertTiers] = WeakSet()
-
-
-def _after_fork() -> None:
-    for tiers in list(_all):
-        tiers._in_child()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_all = each_in_child(ExpertTiers._in_child)
 
 __all__ = [
     "Advisor", "ExpertLayer", "ExpertSource", "ExpertTiers", "Part", "ResidencyStats", "TierStats", "Tiered", "Window",

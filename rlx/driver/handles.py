@@ -8,16 +8,15 @@ any executable on it. The store's own methods do not wait for queued runs.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from weakref import WeakSet
 
 import numpy as np
 
 from rlx.driver.memory import Block, Memory, bytes_of
 from rlx.driver.queue import RunQueue
 from rlx.errors import BindingError, InputShapeError, TransferError, UnknownNameError, known
+from rlx.forks import each_in_child
 from rlx.host.gate import Gate
 from rlx.ir.shape import Shape
 from rlx.records import record
@@ -183,16 +182,7 @@ class HandleStore:
         return f"HandleStore({self.nbytes} bytes: {known(self.entries)})"
 
 
-_stores: WeakSet[HandleStore] = WeakSet()
-
-
-def _after_fork() -> None:
-    for store in list(_stores):
-        store._in_child()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_stores = each_in_child(HandleStore._in_child)
 
 
 @record(eq=False)

@@ -7,15 +7,14 @@ batch sizes use the same names and so share the memory.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from weakref import WeakSet
 
 from rlx.driver.experts import ExpertTiers
 from rlx.driver.memory import Block
+from rlx.forks import each_in_child
 
 
 @dataclass(eq=False)
@@ -61,14 +60,9 @@ class ParamStore:
         return sum(e.nbytes for e in self.entries.values())
 
 
-_stores: WeakSet[ParamStore] = WeakSet()
+def _in_child(store: ParamStore) -> None:
+    """A param that another thread of the parent was setting stays incomplete, so it counts as missing."""
+    store.lock = threading.Lock()
 
 
-def _in_child() -> None:
-    """In a forked child: a param that another thread of the parent was setting stays incomplete, so it counts as missing."""
-    for store in list(_stores):
-        store.lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+_stores = each_in_child(_in_child)

@@ -7,19 +7,18 @@ visible to all ranks after it.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
-from weakref import WeakSet
 
 import numpy as np
 
 from rlx.driver.barrier import PLAIN, Call, as_call, mismatch
 from rlx.driver.memory import aligned_bytes, bytes_of
 from rlx.errors import CallMismatchError, CollectiveError, HeapBoundsError, TransportError, UnknownRankError, whole
+from rlx.forks import each_in_child
 from rlx.records import record
 
 TIMEOUT = 30.0  # default, in seconds, for each wait for other ranks
@@ -161,16 +160,7 @@ class _ThreadBarrier:
             self.condition.release()
 
 
-_barriers: WeakSet[_ThreadBarrier] = WeakSet()
-
-
-def _after_fork() -> None:
-    for barrier in list(_barriers):
-        barrier.in_child()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_barriers = each_in_child(_ThreadBarrier.in_child)
 
 
 def together(transport: Any, act: Callable[..., Result], *args: Any) -> Result:

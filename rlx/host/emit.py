@@ -313,3 +313,9 @@ STREAMS = "!0 = !{i32 1}"  # metadata of nontemporal stores, declared if there a
 PARAMETERS = "ptr %args, i64 %task, ptr %scratch, ptr %status"  # of a kernel; see Rendered
 QUICK = "nounwind noinline optnone"  # of functions that are not loops over much data: LLVM takes half of the time for them
 ATTRIBUTES = 'attributes #0 = { nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" "no-builtins" }\n'
+
+
+def quick(text: str) -> str:
+    """The text of a module, with functions that LLVM does not optimise."""
+    assert ATTRIBUTES in text
+    return text.replace(ATTRIBUTES, ATTRIBUTES.replace("nounwind", QUICK))

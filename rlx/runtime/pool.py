@@ -8,16 +8,15 @@ first. The policy is the simulator's, so that both count the same hits. On a GPU
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import numpy as np
 
 from rlx.errors import BindingError, OptionError, Unsupported, whole
+from rlx.forks import each_in_child
 from rlx.ir.shown import Shown, counted, sized
 from rlx.records import record
 from rlx.runtime.policies import DEFAULT, Budget, policy_of, profile_of
@@ -290,15 +289,6 @@ def _counts_of(profile: Profile | None, layers: Sequence[MoELayer]) -> Sequence[
     return profile_of(trace, layers)
 
 
-_pools: WeakSet[ExpertPool] = WeakSet()
-
-
-def _after_fork() -> None:
-    for pool in list(_pools):
-        pool._in_child()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_pools = each_in_child(ExpertPool._in_child)
 
 __all__ = ["ExpertPool", "PoolReport"]

@@ -193,7 +193,7 @@ def _generated(job: _Job) -> tuple[Rendered, bytes]:
     from rlx.backends.cpu.abi import Rendered
     from rlx.backends.cpu.cost import estimated_ns, may_fail
     from rlx.backends.cpu.render import render
-    from rlx.host.emit import QUICK
+    from rlx.host.emit import quick
     from rlx.host.jit import compile_object
 
     if job.kernel.collective:  # the executable supplies its function; the run waits: other threads need the GIL
@@ -204,7 +204,7 @@ def _generated(job: _Job) -> tuple[Rendered, bytes]:
     code = render(job.kernel, job.target, symbol, dict(job.tiling))
     floats = all(b.dtype.is_float for b in job.kernel.buffers if not b.writable)  # unpacking bits would take 1.3 to 1.8 times
     torn = " trunc <" in code.text and " zext <" in code.text  # to 16 bits and back: LLVM aborts at 4 to 7 elements if QUICK
-    text = code.text.replace(" nounwind ", f" {QUICK} ") if job.once and floats and not torn else code.text
+    text = quick(code.text) if job.once and floats and not torn else code.text
     code = replace(code, text=text, work_ns=estimated_ns(job.kernel, job.target), may_fail=int(may_fail(job.kernel)))
     return code, compile_object(code.text, job.target, job.kernel.name, keep=True)
 

@@ -20,7 +20,7 @@ from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, other_tasks
 from rlx.backends.cpu.loops import (  # isort: skip
     TASKS_PER_THREAD, emit_serial_loop, emit_statements, emit_vector_loop, hoist, prefers_inner, weight,
 )  # fmt: skip
-from rlx.backends.cpu.scope import Ahead, Scope, expr, limit_of
+from rlx.backends.cpu.scope import Prefetch, Scope, expr, limit_of
 from rlx.backends.cpu.transpose import Crossing, crossing, emit_tiles
 from rlx.backends.shared.nest import distinct, nested, stores
 from rlx.backends.shared.rounding import in_fewer
@@ -140,7 +140,7 @@ class Space:
         return math.prod(self.extents) * work / (lanes if self.vector else 1) * WEIGHT_NS
 
 
-def fetched(body: Sequence[Stmt], row: Var) -> Ahead | None:
+def fetched(body: Sequence[Stmt], row: Var) -> Prefetch | None:
     """Prefetch for bodies with two passes over a row. While the second pass runs from cache and memory is idle, the next row's
     data of the first pass is prefetched, if it comes from a large buffer. None: no such body."""
     passes = [s for s in body if isinstance(s, Loop) and s.in_lanes and s.extent > 1]
@@ -152,7 +152,7 @@ def fetched(body: Sequence[Stmt], row: Var) -> Ahead | None:
             nbytes = (coefficient(x.index, row) or 0) * x.buffer.dtype.itemsize
             if nbytes > 0 and x.buffer.size * x.buffer.dtype.itemsize >= FETCHED_BYTES:
                 loads.append((x, nbytes))
-    return Ahead(passes[1], first.var, tuple(loads)) if loads else None
+    return Prefetch(passes[1], first.var, tuple(loads)) if loads else None
 
 
 def _has_vector(stmts: Sequence[Stmt]) -> bool:

@@ -21,7 +21,7 @@ Names = frozenset[Var | Buffer | Local]
 
 
 @record
-class Ahead:
+class Prefetch:
     """A prefetch for the next grid point, issued while the loop `during` runs: `loads` of a loop over `var`, each with its
     distance in bytes."""
 
@@ -51,7 +51,7 @@ class Scope:
         self.alive: list[Expr] = []  # all whose id is in a memo of this kernel: another expression would get the id of a dead one
         self.streams: frozenset[Buffer] = frozenset()  # write-only and too large to stay in cache
         self.far: Mapping[Buffer | Local, int] = {}  # bytes from a vector to what is prefetched with it
-        self.ahead: Ahead | None = None
+        self.ahead: Prefetch | None = None
         self.origin: tuple[Scope, Mapping[Var, int]] | None = None  # see `moved`
         self.places: dict[tuple[int, int], V] = {}  # addresses that scopes moved from this one share, by buffer and index
         self.scalar: Scope = self if lanes == 1 else Scope(e, pointers, status, vector_bytes=vector_bytes)

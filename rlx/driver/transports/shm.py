@@ -37,6 +37,7 @@ from rlx.driver.transports.shm_words import (  # isort: skip
     Header, Line,
 )  # fmt: skip
 from rlx.errors import CallMismatchError, OptionError, TransportError, UnknownRankError, whole
+from rlx.forks import each_in_child
 
 MAGIC = 0x31736B6E61527872  # the layout's version is its last character
 FOLDER = "/dev/shm"
@@ -193,18 +194,13 @@ class ShmTransport(Copies):
         return TransportError(self._why)
 
 
-_used: weakref.WeakSet[ShmTransport] = weakref.WeakSet()
-
-
-def _refuse_to_fork() -> None:
+def _refuse_to_fork(transport: ShmTransport) -> None:
     """In a forked child: a rank is one process, and the parent remains this rank. The shared words are not touched."""
-    for transport in list(_used):
-        if not transport._why:
-            transport._shut(f"rank {transport.this_rank.index} is the parent of this forked process, which cannot act for it")
+    if not transport._why:
+        transport._shut(f"rank {transport.this_rank.index} is the parent of this forked process, which cannot act for it")
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_refuse_to_fork)
+_used = each_in_child(_refuse_to_fork)
 
 
 def layout(num_ranks: int, heap_size: int) -> tuple[int, int, int]:

@@ -190,19 +190,13 @@ class _Integer(PanelProduct):
 
     def _unpacked(self, e: Emitter, weights: V, words: V, scales: V, mins: V) -> None:
         """Unpack a panel into the layout that staged tiles read."""
-        inner = self.f.block // STEP
-        with e.loop(0, self.k // self.f.block, nonempty=True) as block:
-            at = step(e, weights, block.index, self.f.nbytes)
-            numbers = self.numbers(e, at)
-            with e.loop(0, inner) as turn:
-                index = e.bin("add", e.bin("mul", block.index, e.i64(inner)), turn.index)
-                here = self.at_turn(e, at, turn.index)
-                factors, least = self.scales(e, here, numbers)
-                found = self.words(e, here), factors, [least]
-                for base, nbytes, lines in zip((words, scales, mins), self.staged_bytes, found):
-                    place = step(e, base, index, nbytes)
-                    for n, value in enumerate(chain.from_iterable(lines)):
-                        e.store(value, e.gep(place, self.bytes_of_vector * n), self.bytes_of_vector)
+        with self.each_turn(e, weights, self.k) as (index, here, numbers):
+            factors, least = self.scales(e, here, numbers)
+            found = self.words(e, here), factors, [least]
+            for base, nbytes, lines in zip((words, scales, mins), self.staged_bytes, found):
+                place = step(e, base, index, nbytes)
+                for n, value in enumerate(chain.from_iterable(lines)):
+                    e.store(value, e.gep(place, self.bytes_of_vector * n), self.bytes_of_vector)
 
     def _tiles(self, e: Emitter, rows: int, *args: V) -> None:
         """Tiles of so many rows for all columns of a panel."""
@@ -365,23 +359,17 @@ class _Float(PanelProduct):
 
     def _decoded(self, e: Emitter, weights: V, to: V, *, length: int) -> None:
         """to[length][PANEL] = the next `length` elements of each row"""
-        inner = self.f.block // STEP
-        with e.loop(0, length // self.f.block, nonempty=True) as block:
-            at = step(e, weights, block.index, self.f.nbytes)
-            numbers = self.numbers(e, at)
-            with e.loop(0, inner) as turn:
-                index = e.bin("add", e.bin("mul", block.index, e.i64(inner)), turn.index)
-                here = self.at_turn(e, at, turn.index)
-                scales, least = self.scales(e, here, numbers)
-                line = step(e, to, index, STEP * PANEL * 4)
-                for n, vectors in enumerate(self.words(e, here)):
-                    for i in range(4):
-                        for v, dwords in enumerate(vectors):
-                            q = e.bin("and", e.bin("lshr", dwords, 8 * i), 255)
-                            value = e.convert("sitofp", e.bin("sub", q, self.f.zero), "float")
-                            value = e.bin("fmul", value, scales[4 * n * len(scales) // STEP][v])
-                            value = e.bin("fsub", value, least[v]) if least else value
-                            e.store(value, e.gep(line, 4 * ((4 * n + i) * PANEL + v * self.lanes)), 4)
+        with self.each_turn(e, weights, length) as (index, here, numbers):
+            scales, least = self.scales(e, here, numbers)
+            line = step(e, to, index, STEP * PANEL * 4)
+            for n, vectors in enumerate(self.words(e, here)):
+                for i in range(4):
+                    for v, dwords in enumerate(vectors):
+                        q = e.bin("and", e.bin("lshr", dwords, 8 * i), 255)
+                        value = e.convert("sitofp", e.bin("sub", q, self.f.zero), "float")
+                        value = e.bin("fmul", value, scales[4 * n * len(scales) // STEP][v])
+                        value = e.bin("fsub", value, least[v]) if least else value
+                        e.store(value, e.gep(line, 4 * ((4 * n + i) * PANEL + v * self.lanes)), 4)
 
 
 __all__ = ["axes", "claim", "claim_segments", "packs", "panel", "render", "split"]

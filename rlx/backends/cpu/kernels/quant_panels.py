@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 
 from rlx.backends.cpu.kernels.module import step
@@ -92,6 +93,17 @@ class PanelProduct(Product):
         )  # fmt: skip
 
     # -- a panel's bytes; `across`: the vectors of columns that are wanted, all of them if it is empty
+
+    @contextmanager
+    def each_turn(self, e: Emitter, weights: V, length: int) -> Iterator[tuple[V, V, list[list[V]]]]:
+        """A loop over the turns of `length` elements of a panel's rows: index of the turn, its address, numbers of its block."""
+        inner = self.f.block // STEP
+        with e.loop(0, length // self.f.block, nonempty=True) as block:
+            at = step(e, weights, block.index, self.f.nbytes)
+            numbers = self.numbers(e, at)
+            with e.loop(0, inner) as turn:
+                index = e.bin("add", e.bin("mul", block.index, e.i64(inner)), turn.index)
+                yield index, self.at_turn(e, at, turn.index), numbers
 
     def numbers(self, e: Emitter, block: V, across: range = range(0)) -> list[list[V]]:
         """The f16 numbers of a block as f32: a list of vectors for each."""
