@@ -138,6 +138,8 @@ def test_every_length_runs_on_the_least_bucket(session):
             assert a.flags.owndata or a.base is None or not np.shares_memory(a, buckets.bucket(n).input_view("x"))
     assert buckets.cache.misses == 3 and buckets.cache.why == "option extent: ('seq', 8) -> ('seq', 16)"
     assert buckets.bucket(16).params.store is buckets.bucket(1).params.store
+    with pytest.raises(OptionError, match="rows is a whole number, got 'a'"):
+        buckets.bucket("a")
     buckets.set_param("w", 2 * kept)
     for n in (2, 7, 13):
         x = rng.normal(size=(2, n, 8)).astype(F)

@@ -395,6 +395,9 @@ def test_stale_views_raise_in_debug_mode(session: rlx.Session) -> None:
     compiled.run_slots([np.zeros(2, F)])
     (view,) = compiled.outputs_view()
     np.testing.assert_array_equal(view, [1, 1])
+    assert np.asarray(view, np.float64).tolist() == [1, 1] and np.asarray(view, np.float64).dtype == np.float64
+    with pytest.raises(ValueError, match="avoid copy"):
+        np.asarray(view, np.float64, copy=False)
     compiled.run_slots([np.ones(2, F)])
     for use in (np.asarray, np.from_dlpack, lambda v: v[0]):
         with pytest.raises(StaleViewError):
@@ -419,6 +422,7 @@ def test_feeds_move_outputs_into_state(session: rlx.Session) -> None:
     for output in (2, True, -1):
         with pytest.raises(UnknownNameError, match="no output"):
             compiled.set_gpu_handle_feed("h", output)
+    assert len(compiled.run_read_outputs({"x": np.ones(3, F)}, np.arange(2))) == 2
     assert compiled.set_gpu_handle_feed("h", 0) is compiled.set_gpu_handle_feed("h", None) is True
     assert compiled.set_gpu_handle_feed("g", 0) is compiled.set_gpu_handle_feed("g", None) is False
 

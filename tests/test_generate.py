@@ -269,6 +269,8 @@ def test_messages_are_put_through_the_template():
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"), ("{% for %}", "chat template"),
         ("{{ messages[9].content }}", "chat template"), ("{{ messages.append(1) }}", "chat template"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template"), ("{{ 1 / 0 }}", "chat template"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"), ("{{ 'x' * 10**13 }}", "MemoryError"),
+        ("{% for a in [1] %}" * 25 + "{% endfor %}" * 25, "nested"),
     ],
 )  # fmt: skip
 def test_templates_that_fail(template, text):

@@ -74,6 +74,12 @@ def test_a_folder_here_comes_first(cache, tmp_path):
 NO_NAMES = ("no/such/folder", "net", "models/net.gguf", "mini/model.onnx", "../org/net", "/org/net", "org/net/x.bin", "org/../x")
 
 
+@pytest.mark.parametrize("path", ["a\0b", "a" * 5000])
+def test_a_path_that_no_file_can_have(path):
+    with pytest.raises(ModelError, match="is not a folder|cannot be opened: File name too long"):
+        rlx.load(path)
+
+
 @pytest.mark.parametrize("path", NO_NAMES)
 def test_what_is_no_name_of_the_hub_is_a_path(cache, monkeypatch, path):
     calls = play(monkeypatch, lambda name: pytest.fail("downloaded"))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -125,6 +128,11 @@ def test_the_compiled_graph_of_a_call() -> None:
     assert [d.shape for d in compiled.outputs] == [(1, 16), (1, 16)] and compiled.options.threads == 1
 
 
+def test_named_dims_may_count_from_the_end() -> None:
+    f = rlx.jit(lambda x: x.sum(axis=0), dims={"x": {-2: "rows"}})
+    assert [f(np.ones((n, 2), np.float32))[0] for n in (2, 3)] == [2, 3]
+
+
 def test_named_dims_are_compiled_for_each_size_and_traced_once() -> None:
     traced = []
 
@@ -149,7 +157,8 @@ def test_a_function_or_a_graph_is_compiled_at_once() -> None:
     g = rlx.Graph("g")
     g.set_outputs([g.input("x", (2,), rlx.f32) * 2.0])
     assert rlx.compile(g, device=rlx.Session("cpu"), checked=True)([1, 2]).tolist() == [2, 4]
-    for wrong in (lambda: rlx.compile(3), lambda: rlx.compile(g, A), lambda: rlx.jit(made)(rlx.Shape((2,), "f32"))):
+    nothing = lambda: rlx.compile(None)  # type: ignore[call-overload]  # noqa: E731
+    for wrong in (nothing, lambda: rlx.compile(3), lambda: rlx.compile(g, A), lambda: rlx.jit(made)(rlx.Shape((2,), "f32"))):
         with pytest.raises((OptionError, BindingError)):
             wrong()
 
@@ -160,6 +169,46 @@ def test_threads_call_one_function() -> None:
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda i: f(A + np.float32(i), B)[0], range(400)))
     assert results == [i + 2.0 for i in range(400)]
+
+
+def test_static_values_that_python_takes_as_equal_are_told_apart() -> None:
+    f = rlx.jit(lambda x, by: x * by if by is True else x / by, static="by")
+    given = True, 1, 1.0, 0.0, -0.0
+    assert [f(A + 1, by)[1] for by in given] == [2, 2, 2, np.inf, -np.inf]
+    assert f.reasons == ["first call", "by is 1, was True", "by is 1.0, was True", "by is 0.0, was True", "by is -0.0, was True"]
+
+
+@rlx.jit
+def scaled(x: Any, how: str = "twice", by: float = 3.0) -> Any:
+    return x * 2.0 if how == "twice" else x * by
+
+
+def test_a_default_that_is_no_array_is_static() -> None:
+    np.testing.assert_array_equal(scaled(A), A * 2)
+    np.testing.assert_array_equal(scaled(A, by=4.0), A * 2)
+    with pytest.raises(BindingError, match="make it static"):
+        scaled(A, "thrice")
+
+
+def test_functions_are_copied_and_pickled_by_name() -> None:
+    """So that processes and copies of objects that hold them use them."""
+    scaled(A)
+    assert pickle.loads(pickle.dumps(scaled)) is scaled
+    assert copy.deepcopy([scaled]) == [scaled]
+
+
+def test_an_array_whose_elements_share_memory_is_not_donated() -> None:
+    f = rlx.jit(lambda x: x + np.arange(3, dtype=np.float32), donate="x")
+    once = np.ones(1, np.float32)
+    assert f(np.lib.stride_tricks.as_strided(once, (3,), (0,))).tolist() == [1, 2, 3]
+    assert once[0] == 1
+
+
+def test_dicts_whose_keys_have_no_order_and_dicts_that_are_not_made_of_pairs() -> None:
+    kinds = Enum("kinds", "a b")
+    made = rlx.jit(lambda d: d[kinds.a] - d[kinds.b])({kinds.b: A, kinds.a: A + 1})
+    assert made[0] == 1
+    assert rlx.jit(lambda d: d["a"] + 1.0)(defaultdict(list, a=A))[1] == 2
 
 
 def test_a_function_that_nobody_holds_frees_its_memory() -> None:
@@ -179,6 +228,8 @@ WRONG = {
     "no such option": (lambda f: rlx.jit(f.function, treads=2), OptionError, "treads"),
     "no function": (lambda f: rlx.jit(3), OptionError, "int"),
     "unhashable": (lambda f: rlx.jit(f.function, static="y")(A, [1]), BindingError, "hashable"),
+    "large": (lambda f: f(A, 2**70), BindingError, "is no i64"),
+    "dims are no mapping": (lambda f: rlx.jit(f.function, dims={"x": ["n"]}), OptionError, "axis: name"),
     "nothing": (lambda f: rlx.jit(lambda x: {"none": None})(A), BindingError, "returns no value"),
     "no value": (lambda f: rlx.jit(lambda x: "text")(A), BindingError, "returns a str"),
 }  # fmt: skip

@@ -592,6 +592,12 @@ def test_text_and_back(tmp_path):
     codec = load(tmp_path).codec
     assert codec.encode("a b a") == [1, 2, 1] and codec.decode([1, 2, 3]) == "a b" and codec.decode([3], special=True) == "</s>"
     assert codec.ends == {2, 3} and codec.chat_template == "{{ x }}" and codec.special == {"eos_token": "</s>"}
+    several = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    assert load(tmp_path).codec.chat_template == "d"
+    (tmp_path / "chat_template.jinja").write_bytes(b"{{ x }}\xff")
+    with pytest.raises(CorruptFileError, match="chat_template.jinja is not UTF-8 text: byte 7"):
+        _ = load(tmp_path).codec
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 2**31]}))
     with pytest.raises(CorruptFileError, match=rf"generation_config\.json: eos_token_id is {2**31}; ids are below"):
         _ = load(tmp_path).codec

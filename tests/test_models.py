@@ -312,6 +312,9 @@ def test_no_room_for_special_tokens(folder):
     edit(folder / "tokenizer_config.json", model_max_length=1)
     with pytest.raises(ModelError, match="maximum length of 1 has no room for the 2 special tokens"):
         load(folder)
+    edit(folder / "tokenizer_config.json", model_max_length=float("nan"))
+    with pytest.raises(CorruptFileError, match="model_max_length is nan, it must be at least 1"):
+        load(folder)
 
 
 def test_not_a_folder(tmp_path):

@@ -86,6 +86,19 @@ def test_replace_knows_its_fields():
         CompileOptions().replace(thread=2)
 
 
+@pytest.mark.parametrize("threads", [0, -5, 2.5, True, "2"])
+def test_threads_of_a_session_are_a_whole_number(threads):
+    with pytest.raises(OptionError, match="threads is a whole number of at least 1, got"):
+        rlx.Session("cpu", threads=threads)
+
+
+@pytest.mark.parametrize("options", [5, {"threads": 1}])
+def test_options_are_options(options):
+    for compiled in (rlx.jit, rlx.compile):
+        with pytest.raises(OptionError, match=f"options are CompileOptions, got {type(options).__name__}"):
+            compiled(lambda x: x, options=options)
+
+
 def test_the_key_holds_what_changes_code_and_is_the_same_in_another_process():
     plain = CompileOptions(disable={"fuse", "inplace", "reuse"}, dims={"n": 2})
     assert plain.key == plain.replace(verbose=True, dump="there", debug=True).key

@@ -56,6 +56,14 @@ def test_infinities_stay_and_what_is_too_large_becomes_one() -> None:
     assert rounded(wide, rlx.bf16).astype(float).tolist() == [np.inf, -np.inf, np.inf, -np.inf, np.inf, 0]
 
 
+def test_bytes_with_gaps_are_taken_in_order() -> None:
+    g = rlx.Graph("g")
+    g.set_outputs([rlx.copy(g.param("w", (3,), rlx.f32))])
+    compiled = rlx.Session("cpu").compile(g)
+    compiled.set_param_typed("w", memoryview(np.arange(6, dtype=np.float32))[::2], "f32")
+    assert compiled.run({})[0].tolist() == [0, 2, 4]
+
+
 def test_integers_and_floats_are_never_mixed() -> None:
     g = rlx.Graph("g")
     g.set_outputs([g.param("w", (2,), rlx.f32) * g.param("n", (2,), rlx.i32).astype("f32")])

@@ -163,6 +163,15 @@ def test_an_index_of_a_value_is_checked_by_the_run_in_each_dim() -> None:
         compiled.run({"x": rows, "i": np.array([0, 4])})
 
 
+def test_sizes_that_no_constant_has_are_refused() -> None:
+    for ask in (lambda: rlx.arange(0, 9, 0), lambda: rlx.linspace(0, 1, -1), lambda: rlx.eye(-1)):
+        with pytest.raises(rlx.errors.AttributeValueError):
+            ask()
+    for ask in (lambda: rlx.arange(0, 1e12, 0.5), lambda: rlx.linspace(0, 1, 1 << 40)):
+        with pytest.raises(rlx.errors.ShapeError, match="check the sizes"):
+            ask()
+
+
 def test_a_shape_is_read_as_a_tuple() -> None:
     x = Graph("g").input("x", (2, 3), "f32")
     assert x.shape[0] == 2 and x.shape[-2:] == (2, 3) == x.shape and len(x.shape) == x.ndim == 2 and x.shape != (2, 4)

@@ -63,9 +63,20 @@ def folder_codec(folder: str | Path) -> TextCodec:
             raise CorruptFileError(f"{folder / file}: eos_token_id is {large[0]}; ids are below {IDS}")
         given += ids
     ends = [i for i in given if type(i) is int]
-    jinja = folder / "chat_template.jinja"
-    template = jinja.read_text("utf-8") if jinja.is_file() else words.get("chat_template")
-    return TextCodec(made, ends, template if isinstance(template, str) else None, special)
+    return TextCodec(made, ends, _chat_template(folder / "chat_template.jinja", words.get("chat_template")), special)
+
+
+def _chat_template(file: Path, configured: object) -> str | None:
+    """The content of the file, else the one that tokenizer_config.json has: alone, or as "default" in a list of several."""
+    if file.is_file():
+        try:
+            return file.read_text("utf-8")
+        except UnicodeDecodeError as e:
+            raise CorruptFileError(f"{file} is not UTF-8 text: byte {e.start} cannot be read") from None
+    if isinstance(configured, list):
+        named = [t.get("template") for t in configured if isinstance(t, dict) and t.get("name") == "default"]
+        configured = named[0] if named else None
+    return configured if isinstance(configured, str) else None
 
 
 def gguf_codec(file: GgufFile) -> TextCodec:

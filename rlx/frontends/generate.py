@@ -282,8 +282,8 @@ def render_chat(template: str, messages: Sequence[Any], special: Mapping[str, st
     names = {"add_generation_prompt": True, "tools": None, **special, **more}
     try:
         return environment.from_string(template).render(messages=list(messages), **names)
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as e:
-        raise ModelError(f"the chat template rejects these messages: {e}") from None
+    except Exception as e:  # noqa: BLE001  a template may raise whatever an expression of Python does
+        raise ModelError(f"the chat template rejects these messages: {str(e) or type(e).__name__}") from None
 
 
 # -- text ------------------------------------------------------------------------------------------------------------

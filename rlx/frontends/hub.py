@@ -33,8 +33,11 @@ def model_path(path: Any) -> Path:
         raise ModelError(f"a model is the path of a folder or a .gguf file, or a name on the Hub, got {path!r}")
     found = Path(path)
     name = _NAME.fullmatch(str(path))
-    if found.exists() or not name or name[1].endswith((".gguf", ".onnx")):
-        return found
+    try:
+        if found.exists() or not name or name[1].endswith((".gguf", ".onnx")):
+            return found
+    except OSError as e:
+        raise ModelError(f"{path!s:.200} cannot be opened: {e.strerror}") from e
     return _of_hub(*name.groups())
 
 

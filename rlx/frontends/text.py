@@ -107,7 +107,7 @@ def _limits(folder: Path, positions: int) -> tuple[bool, int]:
             config = read_json(folder / file)
             value = config.get(key)
             if isinstance(value, (int, float)) and not isinstance(value, bool):  # 1e30 means "no limit"
-                if value < 1:
+                if not value >= 1:  # NaN, too
                     raise CorruptFileError(f"{folder / file}: {key} is {value}, it must be at least 1")
                 lengths.append(int(min(value, positions)))
             lower = lower or (key == "max_seq_length" and config.get("do_lower_case") is True)

@@ -239,7 +239,7 @@ def begins_with(path: Path, mark: bytes = MAGIC) -> bool:
     try:
         with path.open("rb") as f:
             return f.read(len(mark)) == mark
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no file has such a name
         return False
 
 

@@ -5,7 +5,8 @@ None is a tree without leaves. Everything else that is no container is a leaf.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -59,7 +60,7 @@ def flatten(x: object, leaves: list[Any], is_leaf: Callable[[object], bool] = la
         leaves.append(x)
         return LEAF
     if isinstance(x, dict):
-        names: tuple[object, ...] = tuple(sorted(x, key=lambda name: (str(type(name)), name)))
+        names = _in_order(x)
         children = [x[name] for name in names]
     elif isinstance(x, (tuple, list)):
         names, children = tuple(getattr(x, "_fields", range(len(x)))), list(x)
@@ -69,7 +70,15 @@ def flatten(x: object, leaves: list[Any], is_leaf: Callable[[object], bool] = la
     else:
         leaves.append(x)
         return LEAF
-    return Tree(type(x), names, tuple([flatten(child, leaves, is_leaf) for child in children]))
+    kind = dict if isinstance(x, (Counter, defaultdict)) else type(x)  # these are not made of pairs alone
+    return Tree(kind, names, tuple([flatten(child, leaves, is_leaf) for child in children]))
+
+
+def _in_order(names: Iterable[object]) -> tuple[object, ...]:
+    try:
+        return tuple(sorted(names, key=lambda name: (str(type(name)), name)))  # type: ignore[arg-type]
+    except TypeError:  # keys without an order, as those of an Enum
+        return tuple(sorted(names, key=lambda name: (str(type(name)), repr(name))))
 
 
 __all__ = ["LEAF", "NOTHING", "Tree", "flatten"]

@@ -124,7 +124,7 @@ def from_bytes(label: str, data: bytes | bytearray | memoryview, dtype: DType | 
         raise InputDTypeError(f"{label} is {shape}; got {type(data).__name__}, which has no bytes") from None
     if view.nbytes != (wanted := shape.num_elements * given.itemsize):
         raise InputShapeError(f"{label} is {shape}, {wanted} bytes of {given}; got {view.nbytes}")
-    found = np.frombuffer(view, given.numpy).reshape(shape.static)
+    found = np.frombuffer(view if view.c_contiguous else view.tobytes(), given.numpy).reshape(shape.static)
     return found if given == shape.dtype else rounded(found, shape.dtype)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from rlx.compiler.options import CompileOptions
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
-from rlx.errors import BindingError, InputShapeError, OptionError, UnknownNameError, known
+from rlx.errors import BindingError, InputShapeError, OptionError, UnknownNameError, known, whole
 from rlx.forks import Lock
 from rlx.ir.graph import Graph
 from rlx.ir.shape import Dim
@@ -168,7 +168,7 @@ class Buckets(Shown, ABC):
         """The executable of the smallest bucket of at least `rows`. InputShapeError: there is none."""
 
     def _size(self, rows: int) -> int:
-        size = next((n for n in self.ladder if n >= rows), None)
+        size = next((n for n in self.ladder if n >= whole("rows", rows)), None)
         if size is None or rows < 1:
             raise InputShapeError(f"{self.name}: dim {self.dim!r} is from 1 to {self.ladder[-1]}, got {rows}")
         return size
@@ -228,8 +228,8 @@ class BucketedCompileCache(Buckets):
         if not any(self._places.values()):
             raise OptionError(f"no input of graph {graph.name!r} has a dim {dim!r} of its own")
         rungs = tuple(ladder)
-        whole = all(isinstance(n, int) and not isinstance(n, bool) for n in rungs)
-        if not rungs or not whole or rungs[0] < 1 or sorted(set(rungs)) != list(rungs):
+        ints = all(isinstance(n, int) and not isinstance(n, bool) for n in rungs)
+        if not rungs or not ints or rungs[0] < 1 or sorted(set(rungs)) != list(rungs):
             raise OptionError(f"a ladder is sizes of at least 1, ascending; got {ladder!r}")
         self.graph, self.name, self.dim, self.ladder = graph, graph.name, dim, rungs
         self.cache = CompileCache(max_bytes)

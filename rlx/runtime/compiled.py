@@ -478,7 +478,8 @@ class CompiledGraph(Shown):
                 raise OptionError(f"{self._program.name} has no active dim: compile it with options.bind_extent(name, upper)")
             return
         if extent is not None:
-            fine = isinstance(extent, tuple) and len(extent) == 2 and all(isinstance(e, (int, np.integer)) for e in extent)
+            ints = [isinstance(e, (int, np.integer)) and not isinstance(e, bool) for e in extent] if type(extent) is tuple else []
+            fine = len(ints) == 2 and all(ints)
             if not fine or extent[1] != bound[1] or not 0 < extent[0] <= bound[1]:
                 want = f"(n, {bound[1]}) with n from 1 to {bound[1]}"
                 raise InputShapeError(f"{self._program.name}: the active extent of dim {bound[0]!r} is {want}, got {extent!r}")
@@ -715,10 +716,11 @@ class CompiledGraph(Shown):
         return self._handles[name]
 
     def _output_index(self, index: int) -> int:
-        if type(index) is not int or not 0 <= index < len(self._program.outputs):
+        whole = isinstance(index, (int, np.integer)) and not isinstance(index, bool)
+        if not whole or not 0 <= index < len(self._program.outputs):
             names = [o.name for o in self._program.outputs]
             raise UnknownNameError(f"no output {index!r}; there are {len(names)}: {', '.join(map(repr, names))}")
-        return index
+        return int(index)
 
     def _check_has_run(self) -> None:
         if not self._gate.generation:

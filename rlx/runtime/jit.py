@@ -40,7 +40,7 @@ REMEMBERED = 64  # compiled functions of a Jitted; the oldest is dropped first
 class Signature(NamedTuple):
     """A compiled function is reused if all of this is equal."""
 
-    static: tuple[tuple[str, object], ...]
+    static: tuple[tuple[str, object, object], ...]  # name, value, and what tells it from equal ones (_exact)
     trees: tuple[tuple[str, Tree], ...]
     leaves: tuple[tuple[DType, tuple[DimLike, ...]], ...]
     binding: tuple[tuple[str, int], ...] = ()  # of the named dims; the graph is the same without it
@@ -63,7 +63,8 @@ class _Compiled(_Traced):
         taken: list[np.ndarray] = []
         for leaf, output in self.donated:
             given = arrays[leaf]
-            if isinstance(given, np.ndarray) and given.flags.writeable and not any(np.may_share_memory(given, t) for t in taken):
+            whole = isinstance(given, np.ndarray) and given.flags.writeable and given.flags.forc  # no two elements in one place
+            if whole and not any(np.may_share_memory(given, t) for t in taken):
                 np.copyto(given, outputs[output])
                 outputs[output] = given
                 taken.append(given)
@@ -85,6 +86,10 @@ class Jitted:
         except (TypeError, ValueError) as e:
             raise OptionError(f"jit takes a function with a signature, got {function!r}: {e}") from None
         self.static, self.donate = self._names("static", static), self._names("donate", donate)
+        parameters = self.__signature__.parameters
+        self._fixed = {name: p.default for name, p in parameters.items() if not _is_data(p.default)}  # defaults that are static
+        if not isinstance(dims, Mapping) or not all(isinstance(of, Mapping) for of in dims.values()):
+            raise OptionError(f"dims are {{parameter: {{axis: name}}}}, as {{'x': {{0: 'batch'}}}}; got {dims!r:.80}")
         self.dims = {name: dims[name] for name in self._names("dims", dims)}
         self.reasons: list[str] = []
         self._traced: dict[Signature, _Traced] = {}
@@ -103,6 +108,10 @@ class Jitted:
         if kwargs or self._fast is None:
             return self._general(args, kwargs)
         return self._fast(args)
+
+    def __reduce__(self) -> str:
+        """Copied and pickled as functions are: by name."""
+        return str(getattr(self, "__qualname__", self.name))
 
     def __get__(self, owner: object, kind: type | None = None) -> Any:
         return self if owner is None else partial(self, owner)
@@ -137,7 +146,9 @@ class Jitted:
         static, trees = [], []
         for name, given in bound.arguments.items():
             if name in self.static:
-                static.append((name, _hashable(name, given)))
+                static.append((name, _hashable(name, given), _exact(given)))
+            elif name in self._fixed and given is self._fixed[name]:
+                static.append((name, given, id(given)))
             else:
                 trees.append((name, flatten(given, leaves, lambda x: isinstance(x, (Value, Shape)))))
         arrays = [x if isinstance(x, Value) else _array(x, self.name) for x in leaves]
@@ -157,6 +168,7 @@ class Jitted:
                 dtype, dims = leaves[i]
                 sizes = dict(enumerate(dims))
                 for axis, dim in self.dims[name].items():
+                    axis = axis + len(dims) if axis < 0 else axis
                     if axis not in sizes:
                         raise BindingError(f"{self.name}: {name!r} has {len(dims)} dims, and dims names its dim {axis} {dim!r}")
                     if found.setdefault(dim, sizes[axis]) != sizes[axis]:  # type: ignore[arg-type]
@@ -209,7 +221,7 @@ class Jitted:
         graph = Graph(self.name)
         names = _unique([path for name, tree in signature.trees for path in tree.paths(name)])
         values = [graph.input(name, dims, dtype) for name, (dtype, dims) in zip(names, signature.leaves)]
-        given, at = dict(signature.static), 0
+        given, at = {name: x for name, x, _ in signature.static}, 0
         for name, tree in signature.trees:
             given[name] = tree.build(values[at : at + tree.leaves])
             at += tree.leaves
@@ -259,8 +271,8 @@ class Jitted:
 
 
 def _differences(old: Signature, new: Signature) -> Iterable[str]:
-    for (name, a), (_, b) in zip(old.static, new.static):
-        if a != b:
+    for (name, a, exactly), (_, b, now) in zip(old.static, new.static):
+        if a != b or exactly != now:
             yield f"{name} is {b!r}, was {a!r}"
     yield from (f"{name} is {b}, was {a}" for (name, a), (_, b) in zip(old.binding, new.binding) if a != b)
     names = [path for name, tree in new.trees for path in tree.paths(name)]
@@ -291,22 +303,38 @@ def _hashable(name: str, x: Any) -> Any:
     return x
 
 
+def _exact(x: Any) -> Any:
+    """Tells static values apart that Python takes as equal: 1, 1.0 and True, 0.0 and -0.0."""
+    if isinstance(x, tuple):
+        return (type(x), *map(_exact, x))
+    return (type(x), repr(x)) if isinstance(x, (float, complex)) else type(x)
+
+
+def _is_data(x: Any) -> bool:
+    """Whether a default is arrays and numbers, which are arguments like others; else it is static where nothing is given."""
+    leaves: list[Any] = []
+    flatten(x, leaves)
+    return all(isinstance(leaf, (np.generic, bool, int, float, complex)) or hasattr(leaf, "__array__") for leaf in leaves)
+
+
 def _array(x: Any, name: str) -> Any:
     """A leaf as an array: numpy's, or one that its device adopts. Numbers of Python become f32, i64, bool or c64."""
     if isinstance(x, (np.ndarray, Shape)):  # a Shape: of Jitted.compiled, which does not run
         return x
     if isinstance(x, np.generic):  # before Python's numbers: np.float64 is a float
         return np.asarray(x)
-    if isinstance(x, (bool, int, float, complex)):
-        dtype = {bool: np.bool_, int: np.int64, float: np.float32, complex: np.complex64}
-        return np.asarray(x, next(d for kind, d in dtype.items() if isinstance(x, kind)))
     try:
+        if isinstance(x, (bool, int, float, complex)):
+            dtype = {bool: np.bool_, int: np.int64, float: np.float32, complex: np.complex64}
+            return np.asarray(x, next(d for kind, d in dtype.items() if isinstance(x, kind)))
         if hasattr(x, "__dlpack_device__") and hasattr(x, "shape"):
             return on_host(x) if x.__dlpack_device__()[0] == DLPACK_CPU[0] else detached(x)
         if hasattr(x, "__array__"):
             return on_host(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as e:
         raise BindingError(f"{name}: the {type(x).__name__} does not share its memory: {e}") from e
+    except OverflowError as e:
+        raise BindingError(f"{name}: {x!r:.60} is no i64: {e}; make it static") from None
     raise BindingError(f"{name}: an argument is arrays, numbers and containers of them, got a {type(x).__name__}; make it static")
 
 
@@ -342,7 +370,7 @@ def jit(
     if not callable(function):
         raise OptionError(f"jit takes a function, got {type(function).__name__}")
     session = device if isinstance(device, Session) else Session(device)
-    return Jitted(function, session, (options or CompileOptions()).replace(**more), static, donate, dims or {})
+    return Jitted(function, session, with_more(options, more), static, donate, dims or {})
 
 
 @overload
@@ -377,7 +405,9 @@ def compile(
         if options.open_dim:
             return BucketedGraph(session, what, options.closed, options.open_dim)
         return session.compile(what, options)
-    if "dims" in more or (options and options.dims):
+    if not callable(what):
+        raise OptionError(f"compile takes a Graph or a function, got {type(what).__name__}")
+    if "dims" in more or with_more(options, {}).dims:
         raise OptionError("dims are those of a graph; of a function: rlx.jit(f, dims={'x': {0: 'batch'}})")
     return jit(what, device=session, static=static, options=options, **more).compiled(*args)
 

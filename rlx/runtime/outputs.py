@@ -53,8 +53,7 @@ class OutputView(np.lib.mixins.NDArrayOperatorsMixin):
         return self._shape.dtype.numpy
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        array = self.numpy()
-        return array if dtype is None and not copy else np.array(array, dtype=dtype, copy=bool(copy))
+        return np.array(self.numpy(), dtype=dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         inputs, options = _arrays(inputs), options | ({"out": _arrays(options["out"])} if "out" in options else {})

@@ -16,7 +16,7 @@ from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
-from rlx.errors import CompileError, OptionError, OutOfMemoryError, known
+from rlx.errors import CompileError, OptionError, OutOfMemoryError, known, whole
 from rlx.garbage import Uncollected
 from rlx.ir.cost import program_work
 from rlx.ir.graph import Graph
@@ -47,7 +47,8 @@ class Session(Shown):
         `transport`: connects this rank to the others, for graphs with collectives. All ranks must then compile and run the same
         graphs in the same order."""
         self.device = Device.parse(device)
-        self.threads, self._progress, self.transport = threads, progress, transport
+        self.threads = None if threads is None else whole("threads", threads, 1)
+        self._progress, self.transport = progress, transport
         if transport is not None and not isinstance(transport, SymmetricTransport):
             raise OptionError(f"transport is a SymmetricTransport, got {type(transport).__name__}")
         self._backend = backend_of(self.device)

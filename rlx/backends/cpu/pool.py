@@ -22,7 +22,7 @@ from pathlib import Path
 from rlx.backends.cpu.abi import ATTEND, END, MAX_CPUS, MAX_TASKS, MAX_THREADS, Control, Run, Step
 from rlx.backends.cpu.memory import allocate
 from rlx.errors import OptionError
-from rlx.forks import Lock
+from rlx.forks import Lock, each_in_child
 from rlx.host.builtin import METH_NOARGS, MethodDef, address_of, builtin, futex_call
 from rlx.host.jit import Library, kept_object
 from rlx.host.processor import usable_cpus
@@ -90,6 +90,7 @@ class Pool:
         self.address = self._memory.address
         self._control = Control.from_address(self.address)
         self._reset()
+        _all.add(self)
 
     def start(self) -> None:
         """Start the workers, unless they run already. If the system refuses a thread, runs use the workers that did start."""
@@ -181,13 +182,7 @@ def pool(threads: int) -> Pool:
     return _pools[threads]
 
 
-def _after_fork() -> None:
-    for found in _pools.values():
-        found._reset()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_all = each_in_child(Pool._reset)
 
 
 # -- CPUs ----------------------------------------------------------------------------------------------------------

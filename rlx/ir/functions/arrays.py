@@ -11,7 +11,7 @@ import numpy as np
 from rlx.errors import AttributeValueError, DTypeError, GraphError, ShapeError
 from rlx.ir import ops
 from rlx.ir.dtype import DType, f32, i64
-from rlx.ir.functions.declare import Dims, as_value, function, known_dim, own_axis
+from rlx.ir.functions.declare import Dims, as_value, computed, function, known_dim, own_axis
 from rlx.ir.methods import FUNCTIONS
 from rlx.ir.node import Operand, Value, constant
 from rlx.ir.op import as_dims, as_ints
@@ -56,23 +56,31 @@ def arange(start: float | str | Dim, stop: float | None = None, step: float = 1,
     """start, start + step, ... below stop: i64, or f32 if one of them is a float. `arange("n")` counts a named dim."""
     if isinstance(start, (str, Dim)):
         return ops.iota(dims=start, dtype=dtype or i64)
-    found = np.arange(start, stop, step) if stop is not None else np.arange(0, start, step)
-    if dtype is None:
-        dtype = f32 if found.dtype.kind == "f" else i64
-    if found.dtype.kind == "i" and len(found) and int(found[0]) == 0 and step == 1:
-        return ops.iota(dims=len(found), dtype=dtype)
-    return constant(found, dtype)
+    first, end = (0, start) if stop is None else (start, stop)
+    if not step:
+        raise AttributeValueError("the step of arange is not 0")
+    whole = all(isinstance(n, (int, np.integer)) for n in (first, end, step))
+    dtype = dtype or (i64 if whole else f32)
+    if whole and first == 0 and step == 1 and end > 0:
+        return ops.iota(dims=int(end), dtype=dtype)
+    computed("arange", (end - first) / step)
+    return constant(np.arange(first, end, step), dtype)
 
 
 @function
 def linspace(start: float, stop: float, num: int = 50, endpoint: bool = True, dtype: DType | str = f32) -> Value:
     """`num` numbers at equal distances from start to stop (without stop: `endpoint=False`)."""
+    if num < 0:
+        raise AttributeValueError(f"linspace gives 0 numbers or more, got {num}")
+    computed("linspace", num)
     return constant(np.linspace(start, stop, num, endpoint), dtype)
 
 
 @function
 def eye(rows: int, columns: int | None = None, k: int = 0, dtype: DType | str = f32) -> Value:
     """Ones on diagonal k, zeros elsewhere."""
+    if rows < 0 or (columns or 0) < 0:
+        raise AttributeValueError(f"eye has 0 rows and columns or more, got {rows} and {columns}")
     return constant(np.eye(rows, columns, k), dtype)
 
 

@@ -47,12 +47,8 @@ def local_response_norm(x: Value, size: int, alpha: float = 1e-4, beta: float = 
 @function
 @widened
 def nll_loss(
-    x: Value,
-    labels: Operand,
-    weight: Operand | None = None,
-    ignore: int | None = None,
-    reduction: Reduction = "mean",
-) -> Value:
+    x: Value, labels: Operand, weight: Operand | None = None, ignore: int | None = None, reduction: Reduction = "mean",
+) -> Value:  # fmt: skip
     """Minus the log-likelihood x [batch, classes, …] of each label [batch, …], times the weight of its class. Labels that are
     `ignore`, or no class, count nothing; a mean is divided by the sum of the weights that count."""
     labels = as_value(labels)
@@ -74,12 +70,8 @@ def nll_loss(
 @function
 @widened
 def cross_entropy(
-    x: Value,
-    labels: Operand,
-    weight: Operand | None = None,
-    ignore: int | None = None,
-    reduction: Reduction = "mean",
-) -> Value:
+    x: Value, labels: Operand, weight: Operand | None = None, ignore: int | None = None, reduction: Reduction = "mean",
+) -> Value:  # fmt: skip
     """nll_loss of log_softmax(x [batch, classes, …])."""
     return nll_loss(ops.log_softmax(x, axis=1), labels, weight, ignore, reduction)
 
