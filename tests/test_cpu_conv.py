@@ -327,3 +327,15 @@ def test_other_convolutions_say_why_they_are_not_claimed(x: tuple, w: tuple, giv
     given = {"channels_last": not given} | given
     why = claim(conv(g.input("x", x, f32), g.param("w", w, f32), **given).node)
     assert why and reason in why
+
+
+def test_claimed_ops_of_an_empty_batch_have_an_epilogue() -> None:
+    """Strides of no elements tell no axes apart: the compile ended in an AssertionError."""
+    g = rlx.Graph("empty")
+    x, q = g.input("x", (0, 8, 5, 5), "f32"), g.input("q", (0, 2, 4, 8), "f32")
+    w = g.param("w", (8, 1, 3, 3), "f32")
+    g.set_outputs([rlx.relu(rlx.conv(x, w, groups=8)), rlx.relu(rlx.attention(q, q, q))])
+    compiled = rlx.compile(g)
+    compiled.set_param("w", np.ones((8, 1, 3, 3), np.float32))
+    found = compiled.run({"x": np.zeros((0, 8, 5, 5), np.float32), "q": np.zeros((0, 2, 4, 8), np.float32)})
+    assert [a.shape for a in found] == [(0, 8, 3, 3), (0, 2, 4, 8)]

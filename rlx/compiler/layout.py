@@ -78,6 +78,8 @@ class Places:
         own, dims, out = self.locate(base)[1].strides, base.shape.static, []
         if layout.offset or base.shape.num_elements != view.shape.num_elements:
             return None
+        if 0 in dims:  # strides say nothing
+            return [[(a, 1)] for a in range(len(dims))] if view.shape.static == dims else None
         for d, s in zip(view.shape.static, layout.strides):
             inside = [a for a, n in enumerate(dims) if n != 1 and d != 1 and 0 < s <= own[a] < s * d and own[a] % s == 0]
             if math.prod(dims[a] for a in inside) != d:
