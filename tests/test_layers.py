@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -69,7 +71,10 @@ THIRD_PARTY = {  # the longest prefix of the file's path decides
 HEAVY = {"ml_dtypes", "llvmlite", "typer", "rich", "tokenizers", "safetensors", "huggingface_hub", "torch", "onnx"}
 
 
-def imports(tree: ast.AST, typing_only: bool = False) -> Iterator[tuple[ast.stmt, str, bool]]:
+Import = tuple[ast.Import | ast.ImportFrom, str, bool]
+
+
+def imports(tree: ast.AST, typing_only: bool = False) -> Iterator[Import]:
     """(statement, absolute module name, whether it stands under TYPE_CHECKING) of every import. `from rlx import x` is rlx.x."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
@@ -85,8 +90,40 @@ def imports(tree: ast.AST, typing_only: bool = False) -> Iterator[tuple[ast.stmt
                 yield from ((node, f"{module}.{a.name}", typing_only) for a in node.names)
             else:
                 yield node, module, typing_only
-        else:
+        elif not isinstance(node, ast.expr):  # expressions hold no statements
             yield from imports(node, typing_only)
+
+
+class Found(NamedTuple):
+    """Everything that the tests below ask about a source; the lines where it touches the environment and where it swallows an
+    exception, and how often `Any` stands in it as a type."""
+
+    imports: list[Import]
+    environment: list[int]
+    swallowed: list[int]
+    untyped: int
+
+
+@cache
+def found_in(source: str) -> Found:
+    """One walk, since the tree of a source is large and dozens of tests ask for it."""
+    tree = ast.parse(source)
+    found = Found(list(imports(tree)), [], [], 0)
+    untyped = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            untyped += node.id == "Any"
+        elif isinstance(node, ast.Attribute):
+            if node.attr in ("environ", "environb", "getenv", "putenv"):
+                found.environment.append(node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            if node.module == "os" and {a.name for a in node.names} & {"environ", "getenv"}:
+                found.environment.append(node.lineno)
+        elif isinstance(node, ast.ExceptHandler):
+            broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+            if broad and all(isinstance(s, ast.Pass) for s in node.body):
+                found.swallowed.append(node.lineno)
+    return found._replace(untyped=untyped)
 
 
 def parts_of(path: str) -> list[str]:
@@ -99,7 +136,7 @@ def import_faults(path: str, source: str) -> list[str]:
     here = parts_of(path)
     package = here[0]
     found = []
-    for node, name, typing_only in imports(ast.parse(source)):
+    for node, name, typing_only in found_in(source).imports:
         fault = None
         root, *rest = name.split(".")
         if name.startswith("."):
@@ -133,9 +170,8 @@ def rlx_import_fault(here: list[str], there: list[str], typing_only: bool) -> st
     return None
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
-def test_imports_follow_the_arrows(file):
-    faults = import_faults(file.relative_to(PACKAGE).as_posix(), file.read_text())
+def test_imports_follow_the_arrows():
+    faults = [fault for f in FILES for fault in import_faults(f.relative_to(PACKAGE).as_posix(), f.read_text())]
     assert not faults, "\n".join(faults)
 
 
@@ -197,20 +233,9 @@ def test_importing_rlx_loads_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
-def environment_reads(source: str) -> list[int]:
-    """Lines that touch the environment."""
-    lines = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv"):
-            lines.append(node.lineno)
-        if isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & {"environ", "getenv"}:
-            lines.append(node.lineno)
-    return lines
-
-
 def test_only_knobs_reads_the_environment():
-    assert environment_reads("import os\nx = os.environ['A']") == environment_reads("1\nfrom os import getenv") == [2]
-    found = {str(f.relative_to(ROOT)): environment_reads(f.read_text()) for f in FILES if f.name != "knobs.py"}
+    assert found_in("import os\nx = os.environ['A']").environment == found_in("1\nfrom os import getenv").environment == [2]
+    found = {str(f.relative_to(ROOT)): found_in(f.read_text()).environment for f in FILES if f.name != "knobs.py"}
     assert not {f: lines for f, lines in found.items() if lines}
 
 
@@ -224,17 +249,11 @@ def habits_broken(name: str, source: str) -> list[str]:
             found.append(f"line {number}: unfinished work")
         if re.search(r"""["'](/home/|/root/|/work/|[A-Z]:\\)""", line):
             found.append(f"line {number}: a path of one machine")
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ExceptHandler):
-            broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
-            if broad and all(isinstance(s, ast.Pass) for s in node.body):
-                found.append(f"line {node.lineno}: a swallowed exception")
-    return found
+    return found + [f"line {number}: a swallowed exception" for number in found_in(source).swallowed]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
-def test_habits(file):
-    broken = habits_broken(file.name, file.read_text())
+def test_habits():
+    broken = [f"{f.relative_to(ROOT)}: {fault}" for f in FILES for fault in habits_broken(f.name, f.read_text())]
     assert not broken, "\n".join(broken)
 
 
@@ -269,7 +288,7 @@ def test_errors_can_be_imported_where_they_are_raised(package: str, module: str)
     raised = {
         alias.name
         for file in (PACKAGE / package).rglob("*.py")
-        for node, name, _ in imports(ast.parse(file.read_text()))
+        for node, name, _ in found_in(file.read_text()).imports
         if name == "rlx.errors" and isinstance(node, ast.ImportFrom)
         for alias in node.names
     } & ERRORS
@@ -281,10 +300,10 @@ def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
     """Module -> the modules among `sources` (name -> text) that it imports: at the top, inside functions, or for types only."""
     found: dict[str, set[str]] = {name: set() for name in sources}
     for name, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+        for node, *_ in found_in(source).imports:
             if isinstance(node, ast.Import):
                 found[name] |= {a.name for a in node.names}
-            elif isinstance(node, ast.ImportFrom):
+            else:
                 inner = {f"{node.module}.{a.name}" for a in node.names}
                 found[name] |= (inner & sources.keys()) or {f"{node.module}"}
     return {name: (there & sources.keys()) - {name} for name, there in found.items()}
@@ -315,13 +334,8 @@ def test_cycles_are_found():
     assert cycles(import_graph({"rlx.a": lazy, "rlx.b": "from rlx.c import y", "rlx.c": "import os"})) == []
 
 
-def untyped(source: str) -> int:
-    """How often `Any` stands in a source as a type."""
-    return sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(ast.parse(source)))
-
-
 @pytest.mark.parametrize("folder,most", [("ir", 123), ("compiler", 13)])
 def test_types_are_said(folder, most):
-    assert untyped("from typing import Any\nx: Any = Any\ny: dict[str, Any]") == 3
-    found = {f.relative_to(PACKAGE).as_posix(): untyped(f.read_text()) for f in (PACKAGE / folder).rglob("*.py")}
+    assert found_in("from typing import Any\nx: Any = Any\ny: dict[str, Any]").untyped == 3
+    found = {f.relative_to(PACKAGE).as_posix(): found_in(f.read_text()).untyped for f in (PACKAGE / folder).rglob("*.py")}
     assert sum(found.values()) <= most, f"Any stands {sum(found.values())} times: {found}"
