@@ -549,23 +549,25 @@ def test_wrong_plans_of_bodies_are_found() -> None:
 
 # -- bodies at random
 
+MARGIN = 0.0123
 STEPS = ("add", "mul", "neighbour", "where", "outer", "index", "product", "swap", "sum", "branch", "inner")
 
 
 def stepped(name: str, n: rlx.Value, values: list[rlx.Value], pick: int, outer: rlx.Value, w: rlx.Value) -> list[rlx.Value]:
-    """The carried values after one more operation. All stay between -1 and 1."""
+    """The carried values after one more operation. All stay between -1 and 1. Comparisons have a margin: sums that are 0 but for
+    rounding would fall to either side."""
     i, j = pick % len(values), (pick // 3) % len(values)
     a, b = values[i], values[j]
     made = {
         "add": lambda: (a + b) * 0.5,
         "mul": lambda: a * b,
         "neighbour": lambda: rlx.roll(a, 1) - b * 0.1,
-        "where": lambda: rlx.where(a < b, b, -a),
+        "where": lambda: rlx.where(a < b + MARGIN, b, -a),
         "outer": lambda: a * 0.5 + outer * 0.25,
         "index": lambda: a * (n % 3).astype("f32") * 0.5,
         "product": lambda: rlx.tanh(a @ w),
         "sum": lambda: a - a.mean(),
-        "branch": lambda: rlx.cond(a.sum() > b.sum(), lambda v: a * 0.9 + outer * 0.1, lambda v: rlx.tanh(v @ w), b)[0],
+        "branch": lambda: rlx.cond(a.sum() > b.sum() + MARGIN, lambda v: a * 0.9 + outer * 0.1, lambda v: rlx.tanh(v @ w), b)[0],
         "inner": lambda: rlx.scan(lambda h: h * 0.5 + a * 0.25, b, length=pick % 4)[0][0],
         "swap": lambda: b,
     }[name]()
