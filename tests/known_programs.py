@@ -2,6 +2,7 @@
 
     python tests/known_programs.py            # say which texts differ from the stored ones
     python tests/known_programs.py --accept   # store the texts as they are now
+    python tests/known_programs.py --accept ops   # those of the sets whose name starts so, such as after a new op
     python tests/known_programs.py --ir DIR   # also write the generated code, to compare it between two checkouts
 
 Nothing here depends on the processor: targets are written out. Float constants are left out, since numpy computes some of
@@ -16,7 +17,7 @@ import difflib
 import hashlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -299,11 +300,11 @@ def difference(name: str, lines: int = 150) -> str:
     return "\n".join(found[:lines] + more)
 
 
-def accept() -> list[str]:
-    """Store every text as it is now; the names of those that changed."""
+def accept(names: Iterable[str] = SETS) -> list[str]:
+    """Store these texts as they are now; the names of those that changed."""
     FOLDER.mkdir(exist_ok=True)
     changed = []
-    for name in SETS:
+    for name in names:
         if (text := text_of(name)) != stored(name):
             changed.append(name)
             (FOLDER / f"{name}.txt").write_text(text)
@@ -314,9 +315,9 @@ def accept() -> list[str]:
     return changed
 
 
-def write_ir(folder: Path) -> None:
-    """LLVM IR, or CUDA C++, of every kernel of every set, a file for each distinct one."""
-    for name in SETS:
+def write_ir(folder: Path, names: Iterable[str]) -> None:
+    """LLVM IR, or CUDA C++, of every kernel of these sets, a file for each distinct one."""
+    for name in names:
         for what, target, program in programs(name):
             kernels = {kernel_key(s.kernel): s.kernel for steps in program.every_phase.values() for s in steps}
             for kernel in (k for k in kernels.values() if not (k.collective or k.flow)):
@@ -330,10 +331,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--accept", action="store_true")
     parser.add_argument("--ir", type=Path)
+    parser.add_argument("sets", nargs="*", metavar="SET", help="the start of the names of the sets; all by default")
     given = parser.parse_args()
+    chosen = [name for name in SETS if name.startswith(tuple(given.sets) or "")]
+    if unknown := [start for start in given.sets if not any(name.startswith(start) for name in SETS)]:
+        parser.error(f"no set starts with {', '.join(unknown)}: there are {', '.join(SETS)}")
     if given.ir:
-        write_ir(given.ir)
+        write_ir(given.ir, chosen)
     if given.accept:
-        print("stored:", ", ".join(accept()) or "nothing, all texts are as they were")
+        print("stored:", ", ".join(accept(chosen)) or "nothing, all texts are as they were")
     else:
-        print("\n".join(filter(None, map(difference, SETS))) or "all texts are as stored")
+        print("\n".join(filter(None, map(difference, chosen))) or "all texts are as stored")
