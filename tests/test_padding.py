@@ -18,6 +18,7 @@ from op_cases import Case, assert_same, cases
 
 import rlx
 from rlx.errors import CompileError, GraphError, RlxError
+from rlx.ir.evaluate import evaluate
 from rlx.ir.graph import Graph, Value, apply
 from rlx.ir.op import OPS, Kind
 from rlx.ir.shape import Dim
@@ -45,14 +46,14 @@ class Variant(NamedTuple):
     axes: frozenset[tuple[int, int]]
     size: int
 
-    def graph(self) -> Graph:
+    def graph(self, n: Dim | int = N) -> Graph:
         sample = self.case.sample
         g = Graph(f"{self.case!r}".replace("-", "_"))
-        dims = [[N if (i, a) in self.axes else d for a, d in enumerate(s)] for i, s in enumerate(sample.shapes)]
+        dims = [[n if (i, a) in self.axes else d for a, d in enumerate(s)] for i, s in enumerate(sample.shapes)]
         operands = [g.input(f"x{i}", d, t) for i, (d, t) in enumerate(zip(dims, self.case.dtypes))]
         attrs = dict(sample.attrs or {})
         if "dims" in attrs:
-            attrs["dims"] = tuple(N * (d // self.size) if d > 0 and d % self.size == 0 else d for d in attrs["dims"])
+            attrs["dims"] = tuple(n * (d // self.size) if d > 0 and d % self.size == 0 else d for d in attrs["dims"])
         out = apply(self.case.op, operands, attrs)
         g.set_outputs([out] if isinstance(out, Value) else out)
         return g
@@ -104,9 +105,10 @@ SESSIONS = {name: rlx.Session(name, threads=1) for name in ("ref:0", "ref:1", "c
 
 @cache
 def expected(variant: Variant, n: int) -> list[np.ndarray] | None:
-    """The results of rows that hold data alone; None: there are none even without padding."""
+    """The results of rows that hold data alone, by the op's reference; None: there are none even without padding."""
     try:
-        return SESSIONS["ref:0"].compile(variant.graph(), rlx.CompileOptions(dims={"n": n})).run(variant.cut(n))
+        with np.errstate(all="ignore"):
+            return evaluate(variant.graph(n), variant.cut(n))[0]
     except (RlxError, ValueError):
         return None
 
