@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 
+import bytecode
 import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ["RLX_CACHE"] = "0"  # also of the processes that tests start
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test uses the network
+# Pools of torch and numpy spin while they wait, which takes the time of other tests; no test has work for more than one thread.
+os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX would take most of a GPU that other processes of the tests use
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     # Shells ignore SIGINT in the background jobs of a script, and every process started from there would: tests send it to some.
@@ -23,15 +24,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_threa
 # Examples are drawn and run in no time on one machine and not on another: that is no fault of a test.
 settings.register_profile("rlx", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rlx")
+# Hypothesis would parse every module of the package and of the tests in each process, for constants to draw: seconds, and other
+# examples in a process that has imported other modules. The versions that do have this function.
+if hasattr(found := sys.modules.get("hypothesis.internal.conjecture.providers"), "_local_constants"):
+    setattr(found, "_get_local_constants", lambda: found._local_constants)  # noqa: B010  of no module
 
-# Without bytecode on disk, each of hundreds of processes that tests start would compile the package first: they share a folder.
-NONE, PREFIX, SHARED = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "RLX_TEST_BYTECODE"
-_made = ""  # the folder, in the process that has made it
-if sys.dont_write_bytecode and PREFIX not in os.environ:
-    if SHARED not in os.environ:
-        os.environ[SHARED] = _made = tempfile.mkdtemp(prefix="rlx-bytecode-")
-    os.environ[PREFIX] = os.environ[SHARED]
-    os.environ.pop(NONE, None)
+bytecode.share()
 
 LONG = (  # files that take long, the longest first
     "aarch64", "ops", "language", "c_backend", "tensor_parallel", "generated_code", "add_an_op_doc", "cuda_kernels", "padding",
@@ -60,15 +58,16 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
-    """Workers of pytest-xdist themselves read the bytecode that libraries were installed with."""
-    if _made:
-        del os.environ[PREFIX]
-        os.environ[NONE] = "1"
+    bytecode.before_workers()
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    if (worker := getattr(session.config, "workerinput", None)) is not None:
+        bytecode.import_part(int(worker["workerid"].removeprefix("gw")), worker["workercount"], session.config.args)
 
 
 def pytest_unconfigure() -> None:
-    if _made:
-        shutil.rmtree(_made, ignore_errors=True)
+    bytecode.remove()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -55,7 +55,7 @@ class Server:
     def __init__(self) -> None:
         mine, its = socket.socketpair()
         paths = os.pathsep.join([str(HERE.parent), str(HERE), *sys.path])
-        env = {**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}
+        env = {**os.environ, "PYTHONPATH": paths}
         command = [sys.executable, __file__, str(its.fileno())]
         self.process = subprocess.Popen(command, pass_fds=[its.fileno()], env=env, stdin=subprocess.DEVNULL, cwd=HERE)
         its.close()

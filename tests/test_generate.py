@@ -21,7 +21,6 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 END = 256  # the fake model's; tokens below are bytes
-torch.set_num_threads(1)
 TEXT = "naïve €5 – 😀👩‍👩‍👧 日本語 done."
 
 

@@ -34,7 +34,6 @@ from rlx.ir.evaluate import evaluate
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-torch.set_num_threads(1)
 CLOSE = 1e-4  # of the largest logit
 SEEDS = {"gemma": 3, "gemma2": 2, "qwen3_moe": 1, "deepseek_v2": 2, "deepseek_v3": 2}  # of networks without a near tie
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, 80)).astype(np.int32)

@@ -21,7 +21,6 @@ from rlx.models import EmbeddingModel, default_folder, load
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-torch.set_num_threads(1)  # one text at a time has no work for more, and spinning threads disturb the rest
 TOLERANCE = 1e-5  # max abs difference of normalised embeddings in f32
 
 
