@@ -374,7 +374,7 @@ def test_kernels_are_made_while_the_graph_is_lowered(monkeypatch: pytest.MonkeyP
     g.assign(h, h * 2.0)
     foreseen: list[tuple[str, bool]] = []
 
-    def ahead(make: Any, threads: int) -> Any:
+    def ahead(make: Any, threads: int, weight: Any) -> Any:
         return lambda job: (foreseen.append((job.key, job.once)), make(job))
 
     def at_once(make: Any, jobs: Any, progress: Any) -> Any:
@@ -389,6 +389,41 @@ def test_kernels_are_made_while_the_graph_is_lowered(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(backend, "at_once", at_once)
     packed = [text for name, text in rlx.Session(threads=1).compile(g).report().texts.items() if name.startswith("pack")]
     assert foreseen and len(packed) == 1 and "optnone" in packed[0]
+
+
+def test_the_heaviest_of_what_waits_is_made_next() -> None:
+    begun, gate, made = threading.Event(), threading.Event(), list[int]()
+
+    def make(n: int) -> None:
+        begun.set()
+        gate.wait(60)
+        made.append(n)
+
+    ahead = once.Ahead(make, 1, lambda n: n % 10)
+    ahead(11)
+    begun.wait(60)
+    for n in (1, 5, 12, 3, 25):
+        ahead(n)
+    gate.set()
+    for thread in threading.enumerate():
+        if thread.name == "rlx compile":
+            thread.join(60)
+    assert made == [11, 5, 25, 3, 12, 1]
+
+
+def test_kernels_that_take_llvm_longest_are_made_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = rlx.Graph("three")
+    x, w = g.input("x", (1, 2, 8, 16), "f32"), g.input("w", (16, 16), "f32")
+    g.set_outputs([rlx.softmax(x), rlx.attention(x, x, x) @ w])
+    asked, all_of = list[str](), backend.at_once
+
+    def at_once(make: Any, jobs: Any, progress: Any) -> Any:
+        asked.extend(job.kernel.origin[0] for job in jobs)
+        return all_of(make, jobs, progress)
+
+    monkeypatch.setattr(backend, "at_once", at_once)
+    rlx.Session(threads=1).compile(g)
+    assert asked == ["attention", "matmul", "max"]
 
 
 def test_what_is_made_ahead_is_made_in_few_threads_and_faults_are_left_out() -> None:
@@ -520,6 +555,34 @@ def test_other_versions_and_systems_compile_by_llvmlites_classes(monkeypatch: py
     assert b"add_1:" in llvm.code(ADD.format(n=1), machine, assembly=True)
     with pytest.raises(CompileError, match="kernel 'layer 3'"):
         compile_object("nonsense", HOST, "layer 3")
+
+
+LOOP = """
+define i64 @sum(i64 %n) ATTRIBUTES {
+entry:
+  br label %loop
+loop:
+  %i = phi i64 [0, %entry], [%j, %loop]
+  %x = phi i64 [0, %entry], [%y, %loop]
+  %y = add i64 %x, %i
+  %j = add i64 %i, 1
+  %more = icmp slt i64 %j, %n
+  br i1 %more, label %loop, label %done
+done:
+  ret i64 %y
+}
+"""
+
+
+@pytest.mark.parametrize("make", [lambda *m: llvm.Machine(llvm.load(), *m), llvm.PackageMachine], ids=["functions", "classes"])
+def test_modules_that_are_quick_go_to_a_machine_that_does_not_optimise(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attribute alone would leave LLVM its register allocation and its passes, and most of their time."""
+    quick, plain = (LOOP.replace("ATTRIBUTES", attributes) for attributes in (llvm.QUICK, "nounwind"))
+    made = make(*processor.machine_of(HOST)).code(quick)
+    monkeypatch.setattr(llvm, "LEVELS", {False: 3, True: 3})
+    optimising = make(*processor.machine_of(HOST))
+    assert len({made, optimising.code(quick), optimising.code(plain)}) == 3
+    assert Library([made], ["sum"]).function("sum", ctypes.c_int64, ctypes.c_int64)(5) == 10
 
 
 def test_this_version_of_llvmlite_is_used_without_its_classes() -> None:

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
+from rlx.host.llvm import QUICK
 from rlx.ir.dtype import DType
 from rlx.records import record
 
@@ -311,7 +312,6 @@ def computed(dtype: DType) -> str:
 
 STREAMS = "!0 = !{i32 1}"  # metadata of nontemporal stores, declared if there are any
 PARAMETERS = "ptr %args, i64 %task, ptr %scratch, ptr %status"  # of a kernel; see Rendered
-QUICK = "nounwind noinline optnone"  # of functions that are not loops over much data: LLVM takes half of the time for them
 ATTRIBUTES = 'attributes #0 = { nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" "no-builtins" }\n'
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlx.host.abi import P
-from rlx.host.emit import QUICK, Emitter, V
+from rlx.host.emit import Emitter, V
+from rlx.host.llvm import QUICK
 
 NULL = V("null", "ptr")
 EVERYBODY = V("2147483647", "i32")  # number of sleepers that FUTEX_WAKE wakes: all

@@ -55,7 +55,7 @@ _making: dict[str, Lock] = {}
 
 
 def _kept(disk: DiskCache, source: str, target: Target, make: Callable[[], bytes]) -> bytes:
-    given = repr((llvm.compiler_version(), llvm.SETTINGS, machine_of(target), source))
+    given = repr((llvm.compiler_version(), llvm.SETTINGS, llvm.LEVELS, machine_of(target), source))
     key = f"object-{hashlib.sha256(given.encode()).hexdigest()}"
     image, _ = disk.get(key)
     if image is None:

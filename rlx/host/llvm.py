@@ -21,7 +21,10 @@ from typing import Any
 from rlx.forks import Lock
 
 VERSIONS = ("0.50",)  # of llvmlite
-SETTINGS: dict[str, Any] = {"opt": 3, "reloc": "pic", "codemodel": "small", "jit": True}  # of the code generator
+SETTINGS: dict[str, Any] = {"reloc": "pic", "codemodel": "small", "jit": True}  # of the code generator
+QUICK = "nounwind noinline optnone"  # attributes of functions that are not loops over much data: all or none of a module's
+# Levels of optimisation, by whether functions are QUICK. The attributes alone save less: LLVM would still run all passes.
+LEVELS = {False: 3, True: 0}
 SLOTS = 16  # most threads in LLVM at once
 
 P, Text, Int = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int
@@ -127,7 +130,7 @@ def load() -> dict[str, Callable[..., Any]]:
 
 
 class Machine:
-    """A target machine. One thread at a time uses it."""
+    """Target machines for modules, one for each level of optimisation. One thread at a time uses them."""
 
     def __init__(self, f: Mapping[str, Callable[..., Any]], triple: str, cpu: str, features: str) -> None:
         """`f`: see `load`. Rejected: LLVM does not know the triple."""
@@ -140,12 +143,13 @@ class Machine:
             target = f["GetTargetFromTriple"](self._triple, fault)
         if not target:
             raise Rejected(self._string(fault))
-        opt, reloc, model, jit = SETTINGS.values()
-        how = opt, reloc.encode(), model.encode(), False, jit, b""
-        self._machine = f["CreateTargetMachine"](target, self._triple, cpu.encode(), features.encode(), *how)
-        if not self._machine:
+        reloc, model, jit = SETTINGS.values()
+        how = reloc.encode(), model.encode(), False, jit, b""
+        named = target, self._triple, cpu.encode(), features.encode()
+        self._machines = {level: f["CreateTargetMachine"](*named, level, *how) for level in LEVELS.values()}
+        if not all(self._machines.values()):
             raise Rejected(f"there is no machine {triple} {cpu} {features}")
-        layout, data = P(), f["CreateTargetMachineData"](self._machine)
+        layout, data = P(), f["CreateTargetMachineData"](self._machines[LEVELS[False]])
         f["CopyStringRepOfTargetData"](data, layout)
         f["DisposeTargetData"](data)
         self._layout = self._string(layout).encode()
@@ -169,7 +173,7 @@ class Machine:
             wrong = f["VerifyModule"](module, fault)
             if (said := self._string(fault)) and wrong:
                 raise Rejected(said)
-            if not (buffer := f["TargetMachineEmitToMemory"](self._machine, module, not assembly, fault)):
+            if not (buffer := f["TargetMachineEmitToMemory"](self._machines[LEVELS[QUICK in text]], module, not assembly, fault)):
                 raise Rejected(self._string(fault))
             made = ctypes.string_at(f["GetBufferStart"](buffer), f["GetBufferSize"](buffer))
             f["DisposeMemoryBuffer"](buffer)
@@ -191,16 +195,19 @@ class PackageMachine:
         binding.initialize_all_targets()
         binding.initialize_all_asmprinters()
         try:
-            self.machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, **SETTINGS)
+            make = binding.Target.from_triple(triple).create_target_machine
+            self._machines = {n: make(cpu=cpu, features=features, opt=n, **SETTINGS) for n in LEVELS.values()}
         except RuntimeError as fault:
             raise Rejected(str(fault).strip()) from fault
+        self.machine = self._machines[LEVELS[False]]
 
     def code(self, text: str, assembly: bool = False) -> bytes:
         try:
             module = self._binding.parse_assembly(text, self._binding.create_context())
             module.triple, module.data_layout = self.machine.triple, str(self.machine.target_data)
             module.verify()
-            return self.machine.emit_assembly(module).encode() if assembly else self.machine.emit_object(module)
+            machine = self._machines[LEVELS[QUICK in text]]
+            return machine.emit_assembly(module).encode() if assembly else machine.emit_object(module)
         except RuntimeError as fault:
             raise Rejected(str(fault).strip()) from fault
 

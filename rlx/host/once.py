@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from rlx.forks import Lock
@@ -68,10 +68,11 @@ def started(work: Callable[[], None]) -> threading.Thread | None:
 
 class Ahead(Generic[Key]):
     """Calls a function with items given one by one, in up to `threads` threads, which end when nothing is left, or the process is
-    about to end. Keeps the results as long as it is kept. Faults are left to those who ask for the results."""
+    about to end. Of those that wait, the one of the largest `weight` is next. Keeps the results as long as it is kept. Faults are
+    left to those who ask for the results."""
 
-    def __init__(self, make: Callable[[Key], object], threads: int) -> None:
-        self._make, self._threads, self._made = make, threads, list[object]()
+    def __init__(self, make: Callable[[Key], object], threads: int, weight: Callable[[Key], Any] = lambda item: 0) -> None:
+        self._make, self._threads, self._weight, self._made = make, threads, weight, list[object]()
         self._todo, self._running, self._lock = deque[Key](), 0, Lock()
 
     def __call__(self, item: Key) -> None:
@@ -86,7 +87,7 @@ class Ahead(Generic[Key]):
                 if not self._todo or not threading.main_thread().is_alive():  # the exit waits for this thread
                     self._running -= 1
                     return
-                item = self._todo.popleft()
+                self._todo.remove(item := max(self._todo, key=self._weight))
             with suppress(Exception):
                 self._made.append(self._make(item))
 

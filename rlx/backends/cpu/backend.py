@@ -26,7 +26,7 @@ from rlx.host import calls, llvm
 from rlx.host.once import Ahead, Once, at_once, started
 from rlx.host.processor import available_threads, missing_features, processor
 from rlx.ir.cost import Roofline
-from rlx.ir.kernel import Kernel, Loop
+from rlx.ir.kernel import Contract, Kernel, Native
 from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import Program
 from rlx.ir.sections import sections_of
@@ -72,7 +72,7 @@ class CpuBackend:
         """Warming protocol."""
         if not llvm.loaded():
             started(_load_compiler)  # if it does not, the compile loads it
-        ahead = Ahead(_compiled.held, max(1, available_threads() - 1))  # this thread lowers meanwhile
+        ahead = Ahead(_compiled.held, max(1, available_threads() - 1), _Job.weight)  # this thread lowers meanwhile
         return lambda kernel, once: ahead(_Job(kernel_key(kernel), target, (), kernel, once))
 
     counts_kernels = True
@@ -93,7 +93,7 @@ class CpuBackend:
         run = {keys[id(s.kernel)] for phase, steps in phases.items() if phase != "prepare" for s in steps}
         run |= {keys[id(kernel)] for kernel in sections.values()}
         jobs = {i: _Job(keys[i], program.target, chosen.get(keys[i], ()), x, keys[i] not in run) for i, x in kernels.items()}
-        slowest_first = sorted(dict.fromkeys(jobs.values()), key=lambda job: job.is_loops)
+        slowest_first = sorted(dict.fromkeys(jobs.values()), key=_Job.weight, reverse=True)
         found = dict(zip(slowest_first, at_once(_compiled, slowest_first, progress)))
         made = {job: found[job] for job in jobs.values()}
         coded = {phase: [(s, made[jobs[id(s.kernel)]][0]) for s in steps] for phase, steps in phases.items()}
@@ -165,12 +165,13 @@ class CpuBackend:
 
 
 def _load_compiler() -> None:
-    """Load LLVM, and generate the code that runs and calls every program."""
+    """Load LLVM, generate the code that runs and calls every program, and import what renders kernels."""
     with suppress(RlxError):  # the compile raises it again
         llvm.load()
         pool.run_address()
         if calls.refusal() is None:
             calls.library()
+        import_module("rlx.backends.cpu.render")
 
 
 @record
@@ -183,10 +184,10 @@ class _Job:
     kernel: Kernel = field(compare=False)
     once: bool = False
 
-    @property
-    def is_loops(self) -> bool:
-        """Whether it has no contraction and no claimed op: LLVM takes a few milliseconds for loops, and up to 30 for those."""
-        return all(isinstance(s, Loop) for s in self.kernel.body)
+    def weight(self) -> tuple[int, int]:
+        """The order of the times that LLVM takes: up to 40 ms for a claimed op, 20 for a contraction, and less for loops."""
+        kinds = (2 * isinstance(s, Native) + isinstance(s, Contract) for s in self.kernel.body)
+        return max(kinds, default=0), len(self.key)
 
 
 def _generated(job: _Job) -> tuple[Rendered, bytes]:
