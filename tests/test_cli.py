@@ -249,6 +249,9 @@ def test_cache(tmp_path):
     assert re.search(r"\d\d entries removed\n.*\nprograms: 0, kernels: 0, 0 bytes of", done.stdout)
     assert list((tmp_path / "kept").iterdir()) == []
     assert rlx_command("cache", "burn", **kept).returncode == 2
+    (tmp_path / "file").touch()
+    done = rlx_command("embed", "Hello", "--threads", "1", **{**kept, "RLX_CACHE_DIR": str(tmp_path / "file")})
+    assert done.returncode == 0 and done.stderr.startswith("rlx: compiled code is not kept: ") and done.stderr.count("\n") == 1
 
 
 def test_tuning_shows_a_bar_on_a_terminal_only(tmp_path):

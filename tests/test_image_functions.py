@@ -56,13 +56,16 @@ def test_resize_by_factors(attributes: dict[str, Any], coordinates: str) -> None
         same(run(lambda x: rlx.resize(x, (1, 2, *dims), scales=factors, coordinates=coordinates, **attributes), X), [want])  # noqa: B023
 
 
-def test_resize_of_a_part() -> None:
-    roi = np.array([0.4, 0.6, 0.6, 0.8], np.float32)
-    options = {"mode": "linear", "coordinate_transformation_mode": "tf_crop_and_resize", "axes": [2, 3]}
+@pytest.mark.parametrize("dims", [(3, 4), (1, 4)])
+@pytest.mark.parametrize("mode", ["linear", "nearest"])
+def test_resize_of_a_part(dims: tuple[int, int], mode: str) -> None:
+    """One result along a dim is the middle of the part."""
+    options = {"mode": mode, "coordinate_transformation_mode": "tf_crop_and_resize", "axes": [2, 3]}
     for roi in (np.array([0.4, 0.6, 0.6, 0.8], np.float32), np.array([0.4, 0.6, 1.2, 1.7], np.float32)):
-        (want,) = by_onnx("Resize", X, roi, EMPTY, np.array([3, 4]), extrapolation_value=10.0, **options)
+        (want,) = by_onnx("Resize", X, roi, EMPTY, np.array(dims), extrapolation_value=10.0, **options)
         box = list(zip(roi[:2].tolist(), roi[2:].tolist()))
-        found = run(lambda x: rlx.resize(x, (3, 4), (2, 3), coordinates="tf_crop_and_resize", box=box, outside=10.0), X)  # noqa: B023
+        how = {"coordinates": "tf_crop_and_resize", "mode": mode, "box": box, "outside": 10.0}
+        found = run(lambda x: rlx.resize(x, dims, (2, 3), **how), X)  # type: ignore[arg-type]  # noqa: B023
         same(found, [want])
 
 

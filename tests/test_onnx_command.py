@@ -70,6 +70,7 @@ def test_run_takes_artifacts_of_graphs(file, tmp_path, capsys):
     (("--input", "x=none.npy"), "none.npy cannot be read as a .npy file"),
     (("--input", "x"), "--input is name=file.npy; got 'x'"), (("--input", "x="), "--input is name=file.npy; got 'x='"),
     (("--input", "x=a.npy", "--input", "x=b.npy"), "--input x is given twice: a.npy and b.npy"),
+    (("--random", "--dim", "n=2", "--dim", "n=3"), "--dim n is given twice: 2 and 3"),
     (("--random", "--dim", "n=1", "--graph", "net"), "--graph is for artifact files"),
     (("--random", f"--dim=n={10**14}"), "input 'x' is f32[n,40]: there is no room for random numbers of dims [1000000"),
     (("--random", f"--dim=n={10**30}"), "there is no room for random numbers"),

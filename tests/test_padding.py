@@ -296,6 +296,7 @@ GRAPHS = {
         *(t.reshape(2, N, 3, 2).transpose(0, 2, 1, 3) for t in (x, y, x)), rlx.sum(x, axis=-1).reshape(2, 1, N, 1), mask="bias"
     ),
     "normalised over groups": lambda x, y: rlx.group_norm(x.transpose(0, 2, 1), groups=3),
+    "backwards along other axes": lambda x, y: rlx.sum(x[::-1, :, 4:0:-1] * y[:, :, 1:5], axis=1),
     "products of logs": lambda x, y: rlx.prod(rlx.log_softmax(x, axis=1) * y, axis=(0, 1)),
 }
 

@@ -114,6 +114,22 @@ def test_values_do_as_arrays_do(f: Callable[..., Any]) -> None:
     np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
 
 
+OF_ARRAYS = {
+    "flip": lambda x: rlx.flip(x, 0), "tril": rlx.tril, "roll": lambda x: rlx.roll(x, 1), "std": rlx.std,
+    "one_hot": lambda x: rlx.one_hot(x, 4), "tile": lambda x: rlx.tile(x=x, repeats=2),
+    "rnn": lambda x: rlx.rnn(np.ones((3, 4, 3), "f4"), x[None], w := np.ones((1, 4, 4), "f4"), b=w.reshape(1, 16)[:, :8])[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("f", OF_ARRAYS.values(), ids=OF_ARRAYS)
+def test_functions_take_arrays_for_values(f: Callable[..., Any]) -> None:
+    x = np.arange(12, dtype="f4").reshape(4, 3)
+    g = Graph("g")
+    g.set_outputs([f(x), f(g.input("x", x.shape, "f32"))])
+    (one, other), _ = evaluate(g, {"x": x})
+    np.testing.assert_array_equal(one, other)
+
+
 MADE = {
     "zeros": (lambda: rlx.zeros((2, 3)), np.zeros((2, 3), "f4")), "ones": (lambda: rlx.ones(3, "i32"), np.ones(3, "i4")),
     "full": (lambda: rlx.full((2,), 2.5), np.full(2, 2.5, "f4")), "arange": (lambda: rlx.arange(5), np.arange(5)),

@@ -183,6 +183,7 @@ def test_a_text_instead_of_random_tokens(tmp_path, capsys):
     assert "qwen3_1x11 on CPU" in capsys.readouterr().out  # a token for each byte
     assert exit_code(str(rlx.models.default_folder()), "--text", "Hello world") == 0
     assert "bert_2x4 on CPU" in capsys.readouterr().out
+    assert exit_code(str(tmp_path), "--text", "") == 1 and "--text '' has no tokens" in capsys.readouterr().err
 
 
 def test_a_wrong_model_ends_with_code_1(models, wrong, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
@@ -46,6 +47,7 @@ def run(argv: list[str] | None = None) -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for characters outside the terminal's encoding
     drop_columns()
+    warnings.showwarning = lambda message, *_, **__: print(f"rlx: {message}", file=sys.stderr)
     try:
         _with_one(sys.argv[1:] if argv is None else argv)(args=argv, prog_name="rlx")
     except (RlxError, OSError) as e:

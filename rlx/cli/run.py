@@ -177,12 +177,13 @@ def declared(net: OnnxModel, given: list[str] | None = None) -> dict[str, Shape 
 
 def sizes(dim: list[str] | None) -> dict[str, int]:
     """The named dims of `--dim name=size`."""
-    found = {}
+    found: dict[str, int] = {}
     for text in dim or ():
         name, _, size = text.rpartition("=")
         if not name or not size.isdecimal():
             raise OptionError(f"--dim is name=size, as batch=8; got {text!r}")
-        found[name] = int(size)
+        if found.setdefault(name, int(size)) != int(size):
+            raise OptionError(f"--dim {name} is given twice: {found[name]} and {size}")
     return found
 
 

@@ -113,6 +113,8 @@ def _cases(
     else:
         ids = None if text is None else np.array([model.codec.encode(text)], np.int32)
         length = length if ids is None else ids.shape[1]
+        if not length:
+            raise OptionError(f"--text {text!r} has no tokens")
         room = model.config.max_position_embeddings
         if length + HELD > room:
             raise OptionError(f"--length {length}: the model has {room} positions, and {HELD} hold earlier tokens")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import chain, repeat
 from typing import Any, TypeVar
+
+import numpy as np
 
 from rlx.errors import AttributeValueError, GraphError, ShapeError
 from rlx.ir.methods import FUNCTIONS, attach
@@ -16,12 +19,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def function(f: F) -> F:
-    """Makes `f` known by its name; one whose first argument is `x` is a method of values, too."""
-    FUNCTIONS[f.__name__] = f
-    code = getattr(f, "__wrapped__", f).__code__
-    if code.co_argcount and code.co_varnames[0] == "x":
-        attach(Value, f.__name__, f)
-    return f
+    """Makes `f` known by its name; one whose first argument is `x` is a method of values, too. It takes arrays for values."""
+    own = getattr(f, "__wrapped__", f)
+    names = own.__code__.co_varnames[: own.__code__.co_argcount]
+    values = {name for name, kind in own.__annotations__.items() if kind.startswith("Value")}
+
+    def taken(name: str, x: object) -> object:
+        return constant(x) if name in values and isinstance(x, np.ndarray) else x
+
+    @wraps(f)
+    def run(*operands: object, **named: object) -> object:
+        return f(*map(taken, chain(names, repeat("")), operands), **{name: taken(name, x) for name, x in named.items()})
+
+    FUNCTIONS[f.__name__] = run
+    if names[:1] == ("x",):
+        attach(Value, f.__name__, run)
+    return run  # type: ignore[return-value]
 
 
 def widened(f: F) -> F:

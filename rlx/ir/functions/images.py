@@ -28,7 +28,7 @@ COORDINATES: dict[str, Callable[..., np.ndarray]] = {  # of results i in an oper
     "align_corners": lambda i, n, scale, wide, box: i * (n - 1) / (wide - 1) if wide != 1 else i * 0.0,
     "asymmetric": lambda i, n, scale, wide, box: i / scale,
     "tf_crop_and_resize": lambda i, n, scale, wide, box: (
-        box[0] * (n - 1) + (i * (box[1] - box[0]) * (n - 1) / (wide - 1) if wide != 1 else (box[1] - box[0]) * (n - 1) / 2)
+        box[0] * (n - 1) + (i + (wide == 1) / 2) * (box[1] - box[0]) * (n - 1) / (wide - 1 or 1)
     ),
 }
 ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -82,19 +82,11 @@ def _interpolated(x: Value, axis: int, places: np.ndarray, weights: np.ndarray) 
 @function
 @widened
 def resize(
-    x: Value,
-    dims: int | Sequence[int],
-    axes: int | Sequence[int] | None = None,
-    scales: Sequence[float] | None = None,
-    mode: str = "linear",
-    coordinates: str = "half_pixel",
-    rounding: str = "round_prefer_floor",
-    cubic: float = -0.75,
-    exclude_outside: bool = False,
-    antialias: bool = False,
-    box: Sequence[tuple[float, float]] | None = None,
+    x: Value, dims: int | Sequence[int], axes: int | Sequence[int] | None = None, scales: Sequence[float] | None = None,
+    mode: str = "linear", coordinates: str = "half_pixel", rounding: str = "round_prefer_floor", cubic: float = -0.75,
+    exclude_outside: bool = False, antialias: bool = False, box: Sequence[tuple[float, float]] | None = None,
     outside: float = 0.0,
-) -> Value:
+) -> Value:  # fmt: skip
     """x at other sizes along `axes` (all of them): `mode` 'nearest' (of two, by `rounding`), 'linear' or 'cubic' (of coefficient
     `cubic`). `scales`: the exact factors, if not dims / x.dims. `coordinates`: the rule that places results, by ONNX's
     names; for 'tf_crop_and_resize', `box` has first and last place of each axis in 0 … 1, and places outside x give `outside`.
@@ -180,12 +172,9 @@ def _image_rows(x: Value) -> tuple[Value, list[int]]:
 @function
 @widened
 def grid_sample(
-    x: Value,
-    grid: Operand,
-    mode: Literal["nearest", "linear", "cubic"] = "linear",
-    padding: Literal["zeros", "border", "reflection"] = "zeros",
-    align_corners: bool = False,
-) -> Value:
+    x: Value, grid: Operand, mode: Literal["nearest", "linear", "cubic"] = "linear",
+    padding: Literal["zeros", "border", "reflection"] = "zeros", align_corners: bool = False,
+) -> Value:  # fmt: skip
     """x [batch, channels, *spatial] at the places of grid [batch, *result, rank], whose last coordinate is of the first spatial
     dim. -1 and 1 are the ends of x: the centres of its first and last elements if `align_corners`, else their outer edges."""
     _named("mode", mode, MODES)
@@ -230,15 +219,9 @@ def affine_grid(x: Value, dims: int | Sequence[int], align_corners: bool = False
 @function
 @widened
 def roi_align(
-    x: Value,
-    boxes: Operand,
-    batch: Operand,
-    dims: Sequence[int],
-    samples: int,
-    scale: float = 1.0,
-    mode: Literal["mean", "max"] = "mean",
-    half_pixel: bool = True,
-) -> Value:
+    x: Value, boxes: Operand, batch: Operand, dims: Sequence[int], samples: int, scale: float = 1.0,
+    mode: Literal["mean", "max"] = "mean", half_pixel: bool = True,
+) -> Value:  # fmt: skip
     """Regions [n, channels, *dims] of x [images, channels, height, width]: each box (x1, y1, x2, y2), times `scale`, of the image
     `batch` is divided into `dims` bins, and a bin is the mean of `samples` x `samples` points in it, interpolated linearly; or
     with 'max' the greatest weighted element at any of them. Without `half_pixel`, places are not moved by half an element, and
@@ -270,18 +253,10 @@ def roi_align(
 @function
 @widened
 def deform_conv(
-    x: Value,
-    w: Operand,
-    offset: Operand,
-    mask: Operand | None = None,
-    bias: Operand | None = None,
-    strides: int | Sequence[int] = 1,
-    low: int | Sequence[int] = 0,
-    high: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
-    offset_groups: int = 1,
-) -> Value:
+    x: Value, w: Operand, offset: Operand, mask: Operand | None = None, bias: Operand | None = None,
+    strides: int | Sequence[int] = 1, low: int | Sequence[int] = 0, high: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1, groups: int = 1, offset_groups: int = 1,
+) -> Value:  # fmt: skip
     """conv of x [batch, channels, height, width] where each window reads moved elements, interpolated linearly between pixels, 0
     outside of x. `offset` [batch, offset_groups * places in the window * 2, *result]: down and right, of each place of each
     window, for each of `offset_groups` groups of channels. `mask` [batch, offset_groups * places, *result] weights the elements

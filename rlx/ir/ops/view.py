@@ -18,8 +18,9 @@ from rlx.ir.contexts import Applied, Coords, Lowering, Padded, PaddingPass, Part
 from rlx.ir.declare import op
 from rlx.ir.kernel import Expr, k
 from rlx.ir.layout import Layout
-from rlx.ir.node import Node, Value
+from rlx.ir.node import Node, Value, constant
 from rlx.ir.op import Attrs, Kind, Sample
+from rlx.ir.ops.index import gather
 from rlx.ir.ops.rules import again, axis_of, divide, static_dim
 from rlx.ir.ops.state import take_rows
 from rlx.ir.shape import DimLike, Shape, broadcast_dims, contiguous_strides
@@ -235,6 +236,11 @@ def _slice_padded(p: PaddingPass, attrs: SliceAttrs, x: Value) -> Padded:
             last = p.final(take_rows(x, p.extent - 1, count=1, axis=axis))
             starts = tuple(0 if i == axis else a for i, a in enumerate(attrs.starts))
             return slice(last, starts=starts, stops=attrs.stops, steps=attrs.steps)
+    for axis, span in enumerate(zip(attrs.starts, attrs.stops, attrs.steps)):
+        if span[2] < 0 and not p.along(x, axis):  # backwards, it is no view whose rows can be followed
+            turned = gather(x, constant(np.arange(x.shape.static[axis])[builtin_slice(*span)]), axis=axis)
+            pick = lambda own, other: (*own[:axis], other, *own[axis + 1 :])  # noqa: B023, E731
+            return slice(turned, starts=pick(attrs.starts, 0), stops=pick(attrs.stops, END), steps=pick(attrs.steps, 1))
     return None
 
 
