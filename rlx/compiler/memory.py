@@ -99,9 +99,10 @@ def plan_arena(
     decls = {b.id: b for b in buffers if b.id in lives}
     taken_over = _take_overs(decls, steps, lives, pairs) if reuse else {}
     slots = _slots(decls, lives, taken_over)
-    by_size = sorted(slots, key=lambda s: (-s.nbytes, s.life.first, s.members[0]))
-    by_time = sorted(slots, key=lambda s: (s.life.first, -s.nbytes, s.members[0]))
-    placed, size = min((_place(order, alignment) for order in (by_size, by_time)), key=lambda placed: placed[1])
+    placed, size = _place(sorted(slots, key=lambda s: (-s.nbytes, s.life.first, s.members[0])), alignment)
+    if size > _most_live(slots, len(steps), alignment):  # else no order needs less
+        by_time = sorted(slots, key=lambda s: (s.life.first, -s.nbytes, s.members[0]))
+        placed, size = min((placed, size), _place(by_time, alignment), key=lambda placed: placed[1])
     offsets = {b: placed[slot.members[0]] for slot in slots for b in slot.members}
     return ArenaPlan(
         offsets=dict(sorted(offsets.items())),
@@ -175,12 +176,14 @@ def _place(order: Sequence[_Slot], alignment: int) -> tuple[dict[int, int], int]
     return offsets, _round_up(size, alignment)
 
 
-def _most_live(slots: Iterable[_Slot], steps: int) -> int:
+def _most_live(slots: Iterable[_Slot], steps: int, alignment: int = 1) -> int:
+    """The most bytes that are live at a time, of slots that are rounded up."""
     change = [0] * (steps + 3)  # index 0 is "before the first step"
     for s in slots:
         if s.life.first <= s.life.last:
-            change[s.life.first + 1] += s.nbytes
-            change[s.life.last + 2] -= s.nbytes
+            nbytes = _round_up(s.nbytes, alignment)
+            change[s.life.first + 1] += nbytes
+            change[s.life.last + 2] -= nbytes
     most = live = 0
     for c in change:
         live += c

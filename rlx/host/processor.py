@@ -184,28 +184,39 @@ def available_threads() -> int:
 
 def cgroup_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
     """CPU quota of this process's cgroups (v1 or v2) and their parents, rounded up to whole CPUs. UNLIMITED: there is none."""
-    granted: list[float] = [UNLIMITED]
     try:
-        lines = membership.read_text().splitlines()
+        folders = _cgroups(membership.read_text(), root)
     except OSError:  # not Linux, or /proc not mounted: no quota to read
         return UNLIMITED
-    for line in lines:
+    return max(1, math.ceil(min(map(_quota_of, folders), default=UNLIMITED)))
+
+
+@cache
+def _cgroups(membership: str, root: Path) -> tuple[str, ...]:
+    """The folders of the cgroups that the text of a membership file names, and of their parents. Every compile asks for them."""
+    found: list[str] = []
+    for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         for top in (root, root / "unified") if not controllers else (root / controllers, root / "cpu", root):
             here = top / path.lstrip("/")
-            granted += [_quota_of(folder) for folder in (here, *here.parents) if folder.is_relative_to(top)]
-    return max(1, math.ceil(min(granted)))
+            found += [str(folder) for folder in (here, *here.parents) if folder.is_relative_to(top)]
+    return tuple(found)
 
 
-def _quota_of(folder: Path) -> float:
+def _quota_of(folder: str) -> float:
     """CPU quota of one cgroup folder: from cpu.max ("max 100000" or "150000 100000"), or from v1's pair of files."""
     try:
-        if (folder / "cpu.max").exists():
-            quota, period = (folder / "cpu.max").read_text().split()
-        else:
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        try:
+            quota, period = _line_of(f"{folder}/cpu.max").split()
+        except FileNotFoundError:
+            quota, period = (_line_of(f"{folder}/cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
     except (OSError, ValueError):  # not mounted here, or without a cpu controller
         return UNLIMITED
     return UNLIMITED if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
+
+
+def _line_of(file: str) -> str:
+    with open(file) as opened:
+        return opened.read()
