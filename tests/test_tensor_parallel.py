@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
         if name not in made:
             made[name] = tmp_path_factory.mktemp(name)
-            make(name, made[name], gain=3.0, **CASES.get(name, {}))
+            make(name, made[name], gain=3.0, num_hidden_layers=2, **CASES.get(name, {}))
         return made[name]
 
     return get
