@@ -1,7 +1,8 @@
 """Products, attention and quantised products against numpy on two threads: on this processor, and on emulated aarch64 processors.
 
 Under the emulator (tests/emulated.py) the compiler, the linker, the pool of threads and the kernels are those of an aarch64
-machine: one with every instruction that kernels use, one with dot products alone, and one with neither.
+machine: one with every instruction that kernels use, one with dot products alone, and one with neither. Only LLVM's part of the
+compiler runs on the host (tests/host_llvm.py): it writes the same code, and would take most of the time.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import re
 import subprocess
 
+import host_llvm
 import numpy as np
 import pytest
 from emulated import Unavailable, emulated
 
 import rlx
+from rlx.host.llvm import compiler_version
 from rlx.host.processor import host_features
 from rlx.ir.blocks import FORMATS
 
@@ -147,9 +150,11 @@ def test_emulated(processor: str) -> None:
     except Unavailable as why:
         pytest.skip(f"no emulated aarch64: {why}")
     wanted = "products or convolutions or attention or rounding" if processor == "max" else "products or convolutions and 4"
-    says = "import sys, pytest; from rlx.host.processor import host_features; print(*host_features()[2:])"
+    says = "import sys, host_llvm, pytest; from rlx.host.processor import host_features; print(*host_features()[2:])"
     tests = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", __file__, "-k", f"({wanted}) and not emulated"]
-    command = here.command("-c", f"{says}; sys.exit(pytest.main(sys.argv[1:]))", *tests, cpu=processor)
-    done = subprocess.run(command, env=here.environment(), capture_output=True, text=True, check=False)
+    with host_llvm.serving() as address:
+        run = f"{says}; host_llvm.use({address!r}, {compiler_version()!r}); sys.exit(pytest.main(sys.argv[1:]))"
+        command = here.command("-c", run, *tests, cpu=processor)
+        done = subprocess.run(command, env=here.environment(), capture_output=True, text=True, check=False)
     for found in (f"^{PROCESSORS[processor]}$", r"^\d+ passed, \d+ deselected"):
         assert done.returncode == 0 and re.search(found, done.stdout, re.M), done.stdout[-3000:] + done.stderr[-3000:]
