@@ -46,32 +46,42 @@ SIZES = ([3, 0, 5, 1], [0, 0, 9, 0], [1, 0, 0, 1, 0, 0], [7], [0, 0], [150, 2, 0
 
 def product(sizes: list[int], k: int, n: int, dtypes: tuple[str, str], known: bool) -> Graph:
     g = Graph("product")
-    x = g.input("x", (sum(sizes), k), dtypes[0])
-    w = (g.param if known else g.input)("w", (len(sizes), k, n), dtypes[1])
-    g.set_outputs([rlx.grouped_matmul(x, w, g.input("sizes", (len(sizes),), "i32"))])
+    g.set_outputs([grouped(g, "", sizes, k, n, dtypes, known)])
     return g
+
+
+def grouped(g: Graph, number: str, sizes: list[int], k: int, n: int, dtypes: tuple[str, str], known: bool) -> rlx.Value:
+    """A product in a graph; its operands have this number."""
+    x = g.input(f"x{number}", (sum(sizes), k), dtypes[0])
+    w = (g.param if known else g.input)(f"w{number}", (len(sizes), k, n), dtypes[1])
+    return rlx.grouped_matmul(x, w, g.input(f"sizes{number}", (len(sizes),), "i32"))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["f32", "f64", "f16", "bf16", "f8e4m3", "f32 bf16", "bf16 f8e4m3"])
 def test_groups_of_rows_times_a_matrix_each(device: str, dtype: str) -> None:
+    """In one graph, which is compiled once."""
     left, right = (dtype.split() * 2)[:2]
-    for seed, (sizes, (k, n), known) in enumerate(itertools.product(SIZES, ((17, 5), (64, 96)), (False, True))):
-        rng = np.random.default_rng(seed)
-        x = rng.standard_normal((sum(sizes), k)).astype(as_dtype(left).numpy)
+    g, inputs, params, wanted = Graph("products"), dict[str, np.ndarray](), dict[str, np.ndarray](), list[torch.Tensor]()
+    cases = list(itertools.product(SIZES, ((17, 5), (64, 96)), (False, True)))
+    g.set_outputs([grouped(g, str(i), sizes, k, n, (left, right), known) for i, (sizes, (k, n), known) in enumerate(cases)])
+    for i, (sizes, (k, n), known) in enumerate(cases):
+        rng = np.random.default_rng(i)
+        inputs[f"x{i}"] = x = rng.standard_normal((sum(sizes), k)).astype(as_dtype(left).numpy)
         w = rng.standard_normal((len(sizes), k, n)).astype(as_dtype(right).numpy)
-        compiled = SESSIONS[device].compile(product(sizes, k, n, (left, right), known))
-        if known:
-            compiled.set_param("w", w)
-        given = {"x": x, "sizes": np.array(sizes, np.int32)} | ({} if known else {"w": w})
-        (found,) = compiled.run(given)
+        (params if known else inputs)[f"w{i}"] = w
+        inputs[f"sizes{i}"] = np.array(sizes, np.int32)
         want = torch.zeros(sum(sizes), n, dtype=torch.float64)
         for e, (start, stop) in enumerate(itertools.pairwise(np.cumsum([0, *sizes]))):
             want[start:stop] = torch.from_numpy(x[start:stop].astype(np.float64)) @ torch.from_numpy(w[e].astype(np.float64))
+        wanted.append(want)
+    compiled = SESSIONS[device].compile(g)
+    for name, w in params.items():
+        compiled.set_param(name, w)
+    for found, want, case in zip(compiled.run(inputs), wanted, cases, strict=True):
         most = max(1.0, float(want.abs().max()) if want.numel() else 1.0)
         name = "f32" if dtype == "f32 bf16" else left
-        wide, what = found.astype(np.float64), f"{sizes} {k} {n}"
-        np.testing.assert_allclose(wide, want.numpy(), atol=TOLERANCE[name] * most, err_msg=what)
+        np.testing.assert_allclose(found.astype(np.float64), want.numpy(), atol=TOLERANCE[name] * most, err_msg=str(case))
 
 
 @pytest.mark.parametrize("columns", [tiles.SCRATCH // 4, tiles.SCRATCH // 4 + 1])
