@@ -209,14 +209,9 @@ def _quota_of(folder: str) -> float:
     """CPU quota of one cgroup folder: from cpu.max ("max 100000" or "150000 100000"), or from v1's pair of files."""
     try:
         try:
-            quota, period = _line_of(f"{folder}/cpu.max").split()
+            quota, period = Path(folder, "cpu.max").read_text().split()
         except FileNotFoundError:
-            quota, period = (_line_of(f"{folder}/cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+            quota, period = (Path(folder, f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
     except (OSError, ValueError):  # not mounted here, or without a cpu controller
         return UNLIMITED
     return UNLIMITED if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
-
-
-def _line_of(file: str) -> str:
-    with open(file) as opened:
-        return opened.read()

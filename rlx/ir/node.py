@@ -70,8 +70,7 @@ class Node:
     def results(self) -> tuple[Value, ...]:
         if len(self.shapes) != 1:
             return tuple(Value(self, i) for i in range(len(self.shapes)))
-        found = self._values.get(0)  # of nearly all nodes; passes ask for it all the time
-        value = None if found is None else found()
+        value = found() if (found := self._values.get(0)) is not None else None  # passes ask for it all the time
         return (Value(self, 0) if value is None else value,)
 
     def __copy__(self) -> Node:
