@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cuda_kernels import reports
 from test_cuda import HOPPER, kernels, nvrtc, on_gpu
 
 import rlx
@@ -15,6 +16,7 @@ from rlx.backends.cuda import code
 from rlx.backends.cuda.attention import AttentionLaunch
 from rlx.backends.cuda.backend import CudaBackend
 from rlx.backends.cuda.code import launch_of, launches_of, text_of
+from rlx.backends.cuda.executable import spaced
 from rlx.backends.cuda.fronts import Footprint
 from rlx.compiler import lower
 from rlx.frontends.models.decoder import build
@@ -157,6 +159,23 @@ def test_keys_are_loaded_early_where_no_launch_in_front_writes_them():
         step = artifact.program.steps[group[-1]]
         names = [artifact.program.buffers[step.args[n]].name for n in x.early]
         assert [name[0] for name in names] == ["k", "v", "p"] and x.more[-1][-1] == "early"
+
+
+def test_a_multiprocessor_has_room_for_attention_and_both_products_behind_it():
+    """Else these start late where attention has blocks, and all others wait for them."""
+    sizes = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072}
+    artifact = CudaBackend().compile(decoder(QWEN | sizes))
+    codes = list(spaced(artifact.coded["steps"], 132))
+    origins = [artifact.program.steps[group[-1]].kernel.origin for group in artifact.launches]
+    places = [n for n, origin in enumerate(origins) if "attention" in origin]
+    assert len(places) == 2
+    for n in places:
+        three, bytes_, registers = codes[n : n + 3], 0, 0
+        for one in three:
+            found = reports(one.text, "sm_90a")[one.name]
+            bytes_ += one.shared + found.shared + (1 << 10)
+            registers += one.threads * -(-found.registers // 8) * 8
+        assert [one.blocks for one in three] == [64, 132, 132] and bytes_ <= 228 << 10 and registers <= 1 << 16
 
 
 # -- on a GPU ------------------------------------------------------------------------------------------------------

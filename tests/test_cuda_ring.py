@@ -65,7 +65,7 @@ def test_two_blocks_are_on_a_multiprocessor(n, k):
     found = launch_of(kernel(product(1, n, k)))
     assert type(found) is RingLaunch and found.blocks == min(n, 132) and found.threads == THREADS
     assert found.shared == (ALONE if k * -(-n // 132) <= 1 << 16 else LONG) and found.slots >= found.window
-    assert found.slots * found.piece + found.sums + 16 * found.slots < BESIDE
+    assert found.slots * found.piece + found.sums + 16 * found.slots < BESIDE[found.shared]
     assert found.kernel.buffers[found.early].size == n * k
     text = text_of(found, "kernel")
     assert f"__launch_bounds__({THREADS}, 2)" in text and cubin(text, "sm_90a")
@@ -117,9 +117,11 @@ def test_blocks_are_launched_so_that_they_spread():
     long = replace(ring, shared=LONG)
     other = CudaCode("other", "", b"", 12, 256, 0, 0, 0, ())
     codes = [ring, ring, ring, other, ring, long, other, part, ring, long, long, ring]
-    shared = [ALONE, BESIDE, ALONE, 0, ALONE, BESIDE, 0, ALONE, ALONE, BESIDE, LONG, ALONE]
+    short, late = BESIDE[ALONE], BESIDE[LONG]
+    shared = [ALONE, short, ALONE, 0, ALONE, late, 0, ALONE, ALONE, late, LONG, ALONE]
     assert [c.shared for c in spaced(codes, 132)] == shared
-    assert 2 * ALONE > 228 << 10 >= LONG + BESIDE + 2 * (1 << 10)  # what a multiprocessor has, 1 KB of each block for the system
+    each, whole = 1 << 10, 228 << 10  # of every block, for the system; of a multiprocessor
+    assert 2 * (ALONE + each) > whole >= LONG + late + 2 * each
 
 
 def test_a_smaller_gpu_gets_as_many_blocks_as_it_runs_at_once():

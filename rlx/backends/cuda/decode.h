@@ -62,7 +62,7 @@ template <class Q, class K, class M, class F, class S, class R> RLX_FN void rlx_
   const int record = warp % SLOTS * PARTS + part % PARTS, share = part / PARTS, column = warp / SLOTS * (WIDTH / SIDES);
   rlx_span span;
   int units, active, first, step; /* of the clusters, those that have keys; of the warp, its first unit and the way to the next */
-  constexpr int AHEAD = SIDES > 1 ? 1 : 2; /* as registers allow */
+  constexpr int AHEAD = SIDES > 1 || KEYS <= RECORDS * SHARES * UNIT ? 1 : 2; /* as registers allow, if a warp has several units */
   uint32_t held[AHEAD][STEPS / 2][2][4], values[WIDE_STEPS][4][4];
   const auto load_keys = [&](int unit, uint32_t (&keys)[STEPS / 2][2][4]) {
     if (unit >= units) return;

@@ -20,7 +20,7 @@ from rlx.backends.cuda.arrays import Export, adopt
 from rlx.backends.cuda.code import CudaCode
 from rlx.backends.cuda.gpu import CudaMemory, Functions
 from rlx.backends.cuda.runs import CODE, FED, STATUS, CudaRun, Exchange, Launch, Numbered, Replay, Ring, Watch, guarded
-from rlx.backends.cuda.schedule import ALONE, BESIDE, LONG
+from rlx.backends.cuda.schedule import ALONE, BESIDE
 from rlx.backends.cuda.staging import SMALL
 from rlx.backends.cuda.transfers import Download, Upload
 from rlx.backends.shared.loaded import POISON, check_fits
@@ -82,12 +82,12 @@ def spaced(codes: Sequence[CudaCode], multiprocessors: int) -> Iterator[CudaCode
     """The launches of a run, with shared memory by which every multiprocessor gets one block of each product (gemv_ring.py). No
     two blocks ALONE (or LONG) fit, so they spread, whatever is there already. The next launch may have less where every
     multiprocessor has such a block: then one block fits beside each, and starts before the one in front ends. It only takes
-    bandwidth from a LONG one."""
+    bandwidth from a LONG one; a LONG one would take it from the product in front, if it started beside attention already."""
     full = False
     for code in codes:
-        beside = full and code.shared in (ALONE, LONG)
+        beside = full and code.shared in BESIDE
         full = not beside and code.shared == ALONE and code.blocks >= multiprocessors
-        yield replace(code, shared=BESIDE) if beside else code
+        yield replace(code, shared=BESIDE[code.shared]) if beside else code
 
 
 class CudaExecutable(Transacted):

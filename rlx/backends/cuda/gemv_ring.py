@@ -132,7 +132,7 @@ def _with_ring(at: RingLaunch) -> RingLaunch | None:
     columns = min(MOST_COLUMNS, LANES // teams, PIECE_BYTES // run, -(-at.own // teams))
     at, m = replace(at, columns=columns), at.contract.m
     at = replace(at, span=max(1, min(FINISHED // m // at.wide, -(-at.own // at.wide))) * at.wide)
-    slots = min(MOST_SLOTS, (BESIDE - RESERVED - at.sums - 16 * MOST_SLOTS) // at.piece)
+    slots = min(MOST_SLOTS, (BESIDE[at.shared] - RESERVED - at.sums - 16 * MOST_SLOTS) // at.piece)
     return replace(at, slots=slots, window=min(slots, max(1, WINDOW_BYTES[at.shared == LONG] // at.piece))) if slots > 1 else None
 
 

@@ -44,8 +44,10 @@ SHARED_BYTES = 96 << 10  # Locals of a block that still let two blocks share a m
 
 COPIED = 128  # bytes: bulk copies to places in shared memory that are no multiples of it take longer
 MULTIPROCESSORS = 132  # of the GPUs that kernels are made for
-# shared memory of blocks of products (gemv_ring.py): a multiprocessor has one of the first two, and one of the last beside it
-ALONE, LONG, BESIDE = 115 << 10, 116 << 10, 110 << 10
+# shared memory of blocks of products (gemv_ring.py): a multiprocessor has one of the first two, and beside ALONE one of either
+# kind with less; with the less of the first kind there is room for a block of a decoding step's attention, too
+ALONE, LONG = 114 << 10, 116 << 10
+BESIDE = {ALONE: 101 << 10, LONG: 110 << 10}
 
 
 @record
