@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import scipy.stats
 from devices import TWO
 
 import rlx
@@ -65,8 +64,10 @@ def test_distributions():
         lambda k, c: [ops.random_uniform(k, c, (n,)), ops.gumbel(k, c, (n,))], key=seed_key(11), counter=np.array(3, np.uint32)
     )
     assert uniform.min() >= 0 and uniform.max() < 1
-    assert scipy.stats.kstest(uniform, "uniform").pvalue > 1e-3
-    assert scipy.stats.kstest(gumbel, "gumbel_r").pvalue > 1e-3
+    from scipy import stats  # a second, which each process that collects this file would take
+
+    assert stats.kstest(uniform, "uniform").pvalue > 1e-3
+    assert stats.kstest(gumbel, "gumbel_r").pvalue > 1e-3
     assert abs(np.corrcoef(uniform[:-1], uniform[1:])[0, 1]) < 5 / np.sqrt(n)
 
 
@@ -147,6 +148,8 @@ def chances(logits: np.ndarray, seen: list[int], how: Sampling) -> np.ndarray:
 @pytest.mark.parametrize("given", SETTINGS, ids=str)
 def test_tokens_come_as_often_as_transformers_says(given):
     """4096 rows of one graph draw at once; none draws what has no chance."""
+    from scipy import stats
+
     how, rows = Sampling(**given), 4096
     logits = (np.random.default_rng(3).normal(size=VOCAB) * 2).astype(np.float32)
     seen = [int(i) for i in np.argsort(logits)[[-1, -2, -5, 3, 100]]]
@@ -158,7 +161,7 @@ def test_tokens_come_as_often_as_transformers_says(given):
     often = want * rows >= 5
     observed, expected = np.append(counts[often], counts[~often].sum()), np.append(want[often], want[~often].sum()) * rows
     keep = expected > 0
-    assert scipy.stats.chisquare(observed[keep], expected[keep]).pvalue > 1e-4 or keep.sum() == 1
+    assert stats.chisquare(observed[keep], expected[keep]).pvalue > 1e-4 or keep.sum() == 1
     assert observed[keep].sum() == rows
 
 
