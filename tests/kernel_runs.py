@@ -49,7 +49,8 @@ def run(
     """(the writable buffers, in order, after a run; the status). `values`: one per buffer, None for poison. `same`: two
     buffers in one memory, the first of them written.
 
-    Runs twice, behind the two kinds of fence and with the tasks in opposite orders: the bits must agree."""
+    Runs twice, behind the two kinds of fence and with the tasks in opposite orders, first each with a scratch of its own, then
+    with what one leaves there to the next (Rendered.keeps): the bits must agree."""
     target = target or TARGETS["host"]
     rendered = render(kernel, target, "kernel")
     function = _function(rendered.text, target)
@@ -65,9 +66,10 @@ def run(
         table = (ctypes.c_void_p * max(1, len(held)))(*(m.ctypes.data for m in held))
         scratch = fenced(-(-rendered.scratch_bytes // 64) * 64, at_end)
         status.value = 0
-        for task in range(rendered.tasks) if at_end else reversed(range(rendered.tasks)):
-            scratch[:] = POISON
-            function(table, task, ctypes.c_void_p(scratch.ctypes.data), ctypes.byref(status))
+        for turn, task in enumerate(range(rendered.tasks) if at_end else reversed(range(rendered.tasks))):
+            again = 0 if at_end or turn == 0 else rendered.keeps
+            scratch[: 0 if again else None] = POISON
+            function(table, task + again, ctypes.c_void_p(scratch.ctypes.data), ctypes.byref(status))
         for b, memory, value in zip(kernel.buffers, held, values, strict=True):
             assert b.writable or same or value is None or memory.tobytes() == value.tobytes(), f"{b.name} was written"
         seen.append([m.view(b.dtype.numpy).copy() for b, m in zip(kernel.buffers, held) if b.writable])

@@ -19,7 +19,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlx.backends.cpu.abi import KEPT
 from rlx.backends.cpu.kernels import contract, tiles
+from rlx.backends.cpu.kernels import product as products
 from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, NEAR, Plan, plan
 from rlx.backends.cpu.target import host_target, target_for
 from rlx.backends.ref.interpret import run_kernel
@@ -111,11 +113,12 @@ def run(
             held[name].array(value)
         before = {b.name: held[b.name].data.copy() for b in kernel.buffers if not b.writable}
         table = (ctypes.c_void_p * max(1, len(held)))(*(held[b.name].address for b in kernel.buffers))
-        status = ctypes.c_int32(0)
+        status, scratch = ctypes.c_int32(0), Fenced(0, at_end)
         order = range(rendered.tasks) if at_end else reversed(range(rendered.tasks))
-        for task in order:
-            scratch = Fenced(-(-rendered.scratch_bytes // 64) * 64, at_end)
-            function(table, task, ctypes.c_void_p(scratch.address), ctypes.byref(status))  # type: ignore[operator]
+        for turn, task in enumerate(order):
+            again = 0 if at_end or turn == 0 else rendered.keeps
+            scratch = scratch if again else Fenced(-(-rendered.scratch_bytes // 64) * 64, at_end)
+            function(table, task + again, ctypes.c_void_p(scratch.address), ctypes.byref(status))  # type: ignore[operator]
         assert status.value == code
         for name, old in before.items():
             assert same or (held[name].data == old).all(), f"input {name} was written"
@@ -567,6 +570,27 @@ def test_computed_operands_on_both_sides(shape: tuple[int, int, int], dtypes: DT
     if f16 in dtypes and cpu == "x86-64":
         pytest.skip("x86-64 without F16C converts f16 by a library call")
     check_computed(*shape, with_threads(TARGETS[cpu], 2), dtypes, right=True, batch=2)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("dtypes", [F32, (bf16, bf16, f32)], ids=str)
+def test_rows_of_one_block_are_computed_once_by_a_thread_that_fetches_weights_meanwhile(
+    dtypes: DTypes, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are more tasks than threads, so that none waits long for another. `run` adds KEPT for one of its two orders."""
+    monkeypatch.setattr(products, "fetches_ahead", lambda features: ahead)
+    panel, group = TARGETS["host"].panel(dtypes[0].name)
+    if not panel:
+        pytest.skip(f"{dtypes[0].name} weights are not packed for {TARGETS['host'].name}")
+    kernel, found = computed_kernel(1, 40 * panel, 400, dtypes, panel, group), []
+    x, w = numbers(400, f32, 0), numbers(kernel.buffers[3].size, dtypes[1], 1)
+    for threads in (1, 3):
+        target = with_threads(TARGETS["host"], threads)
+        rendered = contract.render(kernel, target, "mm")
+        assert (rendered.tasks > threads, rendered.keeps) == ((True, KEPT) if threads > 1 else (False, 0))
+        assert rendered.streamed == (1 + kernel.buffers.index(kernel.buffers[3]) if ahead else 0)
+        found.append(run(kernel, target, {"x": x, "at": np.zeros(1, np.int32), "t": x, "w": w})["c"].tobytes())
+    assert found[0] == found[1]
 
 
 def test_a_check_in_a_computed_operand_fails_the_run_and_spares_rows_past_the_limit() -> None:

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 from rlx.backends.cpu import pool as pools
-from rlx.backends.cpu.executor import module_text
+from rlx.backends.cpu.abi import GENERATION, KEPT, LINE, Control
+from rlx.backends.cpu.executor import LINES_BESIDE, RENEWED, module_text
+from rlx.backends.cpu.table import AHEAD_BYTES, Stream, readings
 from rlx.backends.cpu.target import host_target, target_for
 from rlx.errors import OptionError
 from rlx.host.jit import Library, compile_object
@@ -28,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #   meet(x): x[1 + task] = address of its scratch; x[0] += 1 and waits until that is 2: two threads are in at once
 #   crowd(x): x[0] threads are in now, x[1] the most that were at once
 #   last(x, n): x[0] += 1 and x[1 + that] = task; task 0 waits until x[0] is n
+#   again(x): x[task] = 1 if the number has KEPT added, else 0
 #   relay(flags): task 0 waits for flags[1], which task 1 sets before it waits for flags[0]
 KERNELS = """
 define void @count(ptr %args, i64 %task, ptr %scratch, ptr %status) {
@@ -134,6 +137,14 @@ wait:
 out:
   ret void
 }
+define void @again(ptr %args, i64 %task, ptr %scratch, ptr %status) {
+  %p = load ptr, ptr %args
+  %kept = lshr i64 %task, 40
+  %number = and i64 %task, 1099511627775
+  %q = getelementptr i64, ptr %p, i64 %number
+  store i64 %kept, ptr %q
+  ret void
+}
 define void @relay(ptr %args, i64 %task, ptr %scratch, ptr %status) {
 entry:
   %p = load ptr, ptr %args
@@ -156,18 +167,20 @@ out:
 
 @cache
 def library() -> Library:
-    return Library([compile_object(KERNELS, host_target(1))], ("count", "crowd", "fail", "meet", "hold", "last", "relay"))
+    names = "again", "count", "crowd", "fail", "meet", "hold", "last", "relay"
+    return Library([compile_object(KERNELS, host_target(1))], names)
 
 
 class Table:
-    """Steps (kernel name, tasks, arguments) as the pool walks them; arguments are arrays or ints. `after`: of each, see Step."""
+    """Steps (kernel name, tasks, arguments) as the pool walks them; arguments are arrays or ints. `after`, `ahead`, `again`: of
+    each, see Step."""
 
-    def __init__(self, steps, threads: int, after=()) -> None:
+    def __init__(self, steps, threads: int, after=(), ahead=(), again=()) -> None:
         self.pool = pools.pool(threads) if threads > 1 else None
         self.keep = [np.array([a.ctypes.data if isinstance(a, np.ndarray) else a for a in args], np.int64) for *_, args in steps]
         self.arrays = [a for *_, args in steps for a in args]
-        after = after or [0] * len(steps)
-        rows = [pools.Step(library().address(n), a.ctypes.data, t, f) for (n, t, _), a, f in zip(steps, self.keep, after)]
+        more = zip(self.keep, *(given or [0] * len(steps) for given in (after, ahead, again)))
+        rows = [pools.Step(library().address(n), a.ctypes.data, t, *rest) for (n, t, _), (a, *rest) in zip(steps, more)]
         self.steps = (pools.Step * len(rows))(*rows)
         base = ctypes.addressof(self.steps)
         self.scratch = np.zeros(64 * threads, np.uint8)
@@ -312,6 +325,74 @@ def test_a_thread_takes_the_last_tasks_of_another_part_when_its_own_is_done(task
         seen[0] = 0
         assert table.run() == 0
         assert [t for t in seen[1:].tolist() if t] == order
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_task_is_told_that_its_thread_ran_another_one_of_the_step(threads):
+    first, other, third = (np.full(n, 7, np.int64) for n in (6, 6, 1))
+    steps = [("again", 6, (first,)), ("again", 6, (other,)), ("again", 1, (third,))]
+    table = Table(steps, threads, again=[KEPT, 0, KEPT])
+    for _ in range(200):
+        assert table.run() == 0
+        assert 1 <= (first == 0).sum() <= threads and (first <= 1).all(), "the first task of each thread"
+        assert not other.any() and not third.any()
+
+
+def test_a_group_of_more_tasks_than_a_word_counts():
+    table, counts = chain([3, 300_001, 2], 2)
+    assert table.run() == 0 and table.run() == 0
+    assert all((count == 2).all() for count in counts)
+
+
+def test_words_of_parts_that_are_rarely_used_do_not_look_like_later_ones():
+    """The words of parts are compared with the ticket as numbers that wrap around, so none may become too old."""
+    table, counts = chain([4, 2, 8], 2)
+    assert table.run() == 0 and table.pool
+    control = Control.from_address(table.pool.address)
+    control.ticket = 96 * RENEWED - GENERATION  # as after three quarters of all generations, in which nobody used a part
+    done = threading.Thread(target=table.run, daemon=True)
+    done.start()
+    done.join(60)
+    assert not done.is_alive() and all((count == 2).all() for count in counts)
+
+
+def test_threads_know_what_they_read_in_the_next_two_steps():
+    line, most, count = 64, AHEAD_BYTES, 3
+    streams = [None, Stream(1 << 30, 3 * 1000 * line), None, Stream(1 << 31, 100), Stream(1 << 32, count * most), None]
+    found, at = readings(streams, count)
+    assert found.shape == (3, count, 4)
+    near, near_bytes, later, later_bytes = found.transpose(2, 0, 1)
+    assert (near[0] == [(1 << 30) + t * 1000 * line for t in range(count)]).all() and (near_bytes[0] == 1000 * line).all()
+    assert (later[0] == near[1]).all() and later_bytes.tolist()[0] == [0, line, 0] and (later_bytes[2] == 0).all()
+    assert (near_bytes[2] == most).all() and (later_bytes[1] == [most, most - line, most]).all(), "no more in all"
+    first = found.ctypes.data
+    assert at.tolist() == [first, first + found[0].nbytes, first + found[0].nbytes, first + 2 * found[0].nbytes, 0, 0]
+    assert not readings([None] * 3, 2)[1].any()
+
+
+def fetching(table: Table, thread: int) -> list[int]:
+    """What a thread still has to fetch: the rest of a Reading."""
+    assert table.pool
+    words = Control.from_address(table.pool.address).fetching
+    return words[thread * LINE // 8 + 1 :][:4]
+
+
+def test_a_thread_that_waits_fetches_what_it_reads_next():
+    met, again, flags, weights = np.zeros(3, np.int64), np.zeros(3, np.int64), np.zeros(2, np.int64), np.zeros(1 << 17, np.int64)
+    reading, at = readings([None, None, Stream(weights.ctypes.data, weights.nbytes)], 2)
+    steps = [("meet", 2, (met,)), ("hold", 1, (flags,)), ("meet", 2, (again,))]  # one thread is in `hold`, the other one waits
+    table = Table(steps, 2, ahead=at.tolist())
+    run = threading.Thread(target=table.run, daemon=True)
+    run.start()
+    while not flags[1] or all(fetching(table, t)[1] for t in range(2)):
+        time.sleep(0.001)
+    waiting = next(t for t in range(2) if not fetching(table, t)[1])
+    for thread, (near, nbytes, *_) in enumerate(reading[0].tolist()):
+        taken = nbytes if thread == waiting else LINES_BESIDE * 64
+        assert fetching(table, thread)[:2] == [near + taken, nbytes - taken]
+    flags[0] = 1
+    run.join(60)
+    assert again[0] == 2 and [fetching(table, t)[1::2] for t in range(2)] == [[0, 0]] * 2, "nothing is read after the last step"
 
 
 def test_a_caller_that_waits_long_sleeps_and_is_woken():

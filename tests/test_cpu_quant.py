@@ -16,6 +16,9 @@ from kernel_runs import TARGETS, run
 from op_oracles import packed_blocks
 
 import rlx
+from rlx.backends.cpu.abi import KEPT
+from rlx.backends.cpu.dots import dot_of
+from rlx.backends.cpu.kernels import product as products
 from rlx.backends.cpu.kernels import quant
 from rlx.backends.cpu.render import render
 from rlx.errors import AttributeValueError
@@ -312,6 +315,29 @@ def check_operand_epilogue_and_rows(name: str, target: Target, rows_of_x: tuple[
             assert status == 0
             np.testing.assert_array_equal(y.reshape(m, n), want)
             np.testing.assert_array_equal(largest, want.max(1))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_row_is_rounded_once_by_a_thread_that_fetches_weights_meanwhile(ahead, monkeypatch):
+    """`run` adds KEPT for one of its two orders of tasks."""
+    monkeypatch.setattr(products, "fetches_ahead", lambda features: ahead)
+    name, n, k = "q4_k", 4096, 256
+    w, x = packed_of(name, weights(name, n, k)), activations(1, k)
+    buffers = Buffer("x", f32, k), Buffer("w", u8, w.size), Buffer("y", f32, n, True)
+    i, j, r, q, acc = (Var(v, t) for v, t in zip("ijrqc", (*[i64] * 4, f32)))
+    plain, doubled = Operand(buffers[0], const(0), k, 1), Computed(r, q, kx.mul(Load(buffers[0], q), 2.0), f32)
+    for left in (plain, doubled):
+        right, found = Operand(buffers[1], const(0), blocks=name), []
+        kernel = Kernel("one", buffers, (), (), (Contract(i, j, 1, n, k, left, right, acc, (Store(buffers[2], j, acc),)),))
+        for threads in (1, 4):
+            target = replace(TARGETS["host"], threads=threads)
+            rendered = render(kernel, target, "kernel")
+            integers = dot_of(target, "u8 i8", side=1) is not None
+            assert rendered.tasks > threads or threads == 1
+            assert rendered.keeps == (KEPT if threads > 1 and (left is doubled or integers) else 0)
+            assert rendered.streamed == (2 if ahead else 0)
+            found.append(run(kernel, [x, w, None], target)[0][0].tobytes())
+        assert found[0] == found[1]
 
 
 def made_up(group: int) -> Format:

@@ -126,7 +126,7 @@ class CpuBackend:
 
     def to_parts(self, artifact: CpuArtifact) -> tuple[Any, list[bytes]]:
         at = {code: i for i, code in enumerate(artifact.codes)}
-        codes = [(c.symbol, c.tasks, c.scratch_bytes, c.work_ns, c.may_fail) for c in artifact.codes]
+        codes = [(c.symbol, c.tasks, c.scratch_bytes, c.work_ns, c.may_fail, c.streamed, c.keeps) for c in artifact.codes]
         coded = {phase: [at[code] for _, code in steps] for phase, steps in artifact.coded.items()}
         sections = [(i, at[code]) for i, code in artifact.sections.items()]
         return {"codes": codes, "coded": coded, "sections": sections}, list(artifact.objects)

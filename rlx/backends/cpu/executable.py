@@ -18,7 +18,7 @@ import numpy as np
 
 from rlx.backends.cpu import memory, pool
 from rlx.backends.cpu.abi import Rendered
-from rlx.backends.cpu.table import AGREEING, Place, Rows, Surroundings, Table, joins
+from rlx.backends.cpu.table import AGREEING, Place, Rows, Stream, Surroundings, Table, joins
 from rlx.backends.shared.loaded import Loaded, check_fits, constants_of
 from rlx.driver.backend import Timeline
 from rlx.driver.exchange import Exchanges
@@ -329,9 +329,11 @@ class CpuExecutable(Loaded):
             function, *more = exchange.step(together) if together else [self._code.library.address(code.symbol)]  # type: ignore[union-attr]
             head = [function, spans.address(at)] if spans else []
             rows.moving += [(at, a) for at, a in enumerate(step.args, len(rows.addresses) + len(head)) if a in self.entries]
-            given_or_own = ((given or {}).get(a) or self.address(a) for a in step.args)
+            given_or_own = [(given or {}).get(a) or self.address(a) for a in step.args]
             row = (spans.function if spans else function, *head, *given_or_own, *more)
-            rows.add(at, *row, kernel=step.kernel, tasks=code.tasks, joined=concurrent)
+            which = code.streamed - 1
+            stream = Stream(given_or_own[which], self.decls[step.args[which]].nbytes) if code.streamed else None
+            rows.add(at, *row, kernel=step.kernel, tasks=code.tasks, joined=concurrent, stream=stream, again=code.keeps)
             rows.add_all(at + 1, behind)
         if exchange and len(coded) <= ends:
             rows.add_all(len(coded), (commits and exchange.agreement(), exchange.release()))

@@ -20,7 +20,7 @@ from typing import BinaryIO
 import numpy as np
 
 from rlx import knobs
-from rlx.backends.cpu.abi import ATTEND, END, MAX_THREADS, Control, Rendered, Run, Step
+from rlx.backends.cpu.abi import ATTEND, MAX_PARTS, MAX_THREADS, Control, Rendered, Run, Step
 from rlx.backends.cpu.executable import SCRATCH_ALIGNMENT, CpuArtifact
 from rlx.backends.cpu.table import joins, tasks_after
 from rlx.errors import CompileError, DeviceUnavailableError, Unsupported
@@ -140,7 +140,7 @@ class _Tables:
         needs = [f'{{"{f}", {", ".join(map(hex, PROBES[f]))}}}' for f in program.target.features if f in PROBES]
         numbers = {
             "ARENA_BYTES": program.plan.size_bytes, "SCRATCH_BYTES": scratch, "THREADS": threads, "MAX_THREADS": MAX_THREADS,
-            "END": END, "ATTEND": ATTEND, "DATA_BYTES": self.size, "HAS_EXTENT": int(program.extent is not None),
+            "MAX_PARTS": MAX_PARTS, "ATTEND": ATTEND, "DATA_BYTES": self.size, "HAS_EXTENT": int(program.extent is not None),
             "MOST_ROWS": self.extent[1] if self.extent else 0,
         }  # fmt: skip
         return "\n".join([
@@ -161,7 +161,7 @@ class _Tables:
         after = tasks_after([code.tasks for _, code in coded], joins(coded))
         for (step, code), rest in zip(coded, after):
             name = f"{step.kernel.name} ({' '.join(step.kernel.origin)})" if step.kernel.origin else step.kernel.name
-            rows.append(f"{{{code.symbol}, {len(places)}, {code.tasks}, {rest}, {_quoted(name)}}}")
+            rows.append(f"{{{code.symbol}, {len(places)}, {code.tasks}, {rest}, {code.keeps}, {_quoted(name)}}}")
             places += map(self._place, step.args)
         return rows
 
@@ -174,7 +174,7 @@ class _Tables:
 
 _FIXED = """typedef struct { enum { IN_ARENA, IN_DATA, IN_STATE } kind; size_t offset; } Place;
 typedef void Kernel(void **, int64_t, void *, int32_t *);
-typedef struct { Kernel *function; size_t first; int64_t tasks, after; const char *name; } Row;
+typedef struct { Kernel *function; size_t first; int64_t tasks, after, again; const char *name; } Row;
 typedef struct { const char *name; unsigned leaf, subleaf, word, bit, saved; } Feature;
 int32_t executor_run(Run *);
 void executor_work(Control *, int64_t);

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
+from rlx.backends.cpu.abi import LINE
 from rlx.backends.cpu.half import in_half
 from rlx.backends.cpu.index_split import parts
 from rlx.backends.cpu.scope import Scope, access, address, check, expr, value_to_store
@@ -246,7 +247,12 @@ class VectorLoop:
         return alu.best_number(self.em, r.op, a, b) if n in self.nans else alu.combine(self.em, r.op, r.value.dtype, a, b)
 
     def fetch(self, inner: Scope) -> None:
-        """Prefetch for the next grid point (`scope.ahead`), if this is the loop during which that is done."""
+        """Prefetch for the next grid point (`scope.ahead`), or for after the loop (`scope.beside`), if this is the loop during
+        which that is done."""
+        if (beside := inner.beside) and beside.during is self.loop.var:
+            first = self.em.gep(beside.first, self.em.bin("mul", inner.scalar.bindings[self.loop.var], beside.nbytes))
+            for line in range(0, self.lanes * beside.nbytes, LINE):
+                self.em.prefetch(self.em.gep(first, line), level=2)
         if (ahead := inner.ahead) and ahead.during is self.loop:
             at = self.scope.child({ahead.var: inner.scalar.bindings[self.loop.var]})
             for load, nbytes in ahead.loads:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from rlx.backends.cpu.abi import ATTEND, END, MAX_CPUS, MAX_TASKS, MAX_THREADS, Control, Run, Step
+from rlx.backends.cpu.abi import ATTEND, MAX_CPUS, MAX_PARTS, MAX_TASKS, MAX_THREADS, Control, Run, Step
 from rlx.backends.cpu.memory import allocate
 from rlx.errors import OptionError
 from rlx.forks import Lock, each_in_child
@@ -159,7 +159,7 @@ class Pool:
         """Initial state: no worker, no run. Also used in a forked child, which does not have its parent's threads."""
         ctypes.memset(self.address, 0, ctypes.sizeof(Control))
         libc = ctypes.CDLL(None)
-        self._control.ticket, self._control.yields = END, YIELDS
+        self._control.threads, self._control.yields = min(self.threads, MAX_PARTS), YIELDS
         self._control.wait = address_of(libc.syscall if futex_call() else libc.usleep)
         self._control.sched_yield = address_of(libc.sched_yield)
         self.workers: tuple[threading.Thread, ...] = ()

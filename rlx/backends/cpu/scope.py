@@ -30,6 +30,16 @@ class Prefetch:
     loads: tuple[tuple[Load, int], ...]
 
 
+@record
+class Beside:
+    """A prefetch of memory that is read after the loop over `during`, which itself reads none: `nbytes` from `first` on in each
+    of its iterations."""
+
+    during: Var | None
+    first: V
+    nbytes: int
+
+
 class Scope:
     """The region where code is being emitted, and its bindings.
 
@@ -52,6 +62,7 @@ class Scope:
         self.streams: frozenset[Buffer] = frozenset()  # write-only and too large to stay in cache
         self.far: Mapping[Buffer | Local, int] = {}  # bytes from a vector to what is prefetched with it
         self.ahead: Prefetch | None = None
+        self.beside: Beside | None = None
         self.origin: tuple[Scope, Mapping[Var, int]] | None = None  # see `moved`
         self.places: dict[tuple[int, int], V] = {}  # addresses that scopes moved from this one share, by buffer and index
         self.scalar: Scope = self if lanes == 1 else Scope(e, pointers, status, vector_bytes=vector_bytes)
@@ -72,7 +83,7 @@ class Scope:
         out.vector, out.mask = self.vector, mask or self.mask
         out.names = out.scalar.names = self.names
         out.alive = out.scalar.alive = self.alive
-        out.streams, out.far, out.ahead = self.streams, self.far, self.ahead
+        out.streams, out.far, out.ahead, out.beside = self.streams, self.far, self.ahead, self.beside
         out.scalar.memo, out.scalar.bindings = dict(self.scalar.memo), dict(self.scalar.bindings)
         if self.lanes == lanes and lanes > 1:
             out.memo, out.bindings = dict(self.memo), dict(self.bindings)

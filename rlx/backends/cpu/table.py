@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from rlx.backends.cpu import pool
-from rlx.backends.cpu.abi import JUMP, Rendered
+from rlx.backends.cpu.abi import JUMP, LINE, Reading, Rendered
 from rlx.backends.cpu.memory import Region as HostRegion
 from rlx.errors import IndexRangeError, PlanError
 from rlx.ir.kernel import STATUS, Kernel
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Surroundings: TypeAlias = "tuple[HostRegion, int, pool.Pool | None]"  # scratch, its bytes per thread, the threads
 SHARED_NS = 20_000  # groups of single tasks with this much estimated work are shared by threads: waking one costs time
+AHEAD_BYTES = 1 << 19  # most that a thread fetches ahead: a quarter of the L2 cache of processors that do
 BEGINNING, AGREEING = "the barrier before the first step", "the barrier after the last step"
 
 
@@ -31,30 +32,42 @@ class Place(NamedTuple):
     moving: int | None = None
 
 
+class Stream(NamedTuple):
+    """Weights that the tasks of a step read in order, each an equal share (Rendered.streamed)."""
+
+    address: int
+    nbytes: int
+
+
 class Rows:
     """The rows of a table while it is made. `steps`: (function, index of its first argument in `addresses`, tasks, whether the
     row is in the group of the previous one). `kernels`: None for rows that are no steps of the program. `places`: the step of the
-    program at which, or in front of which, a row stands; -1: before the first. `moving`: (index in `addresses`, buffer) of each
-    argument that is a handle. `targets`: (index in `addresses`, row) of arguments that are addresses of rows, those behind the
-    row in front."""
+    program at which, or in front of which, a row stands; -1: before the first. `streams`: the weights that a row reads. `again`:
+    see rlx.backends.cpu.abi.Step. `moving`: (index in `addresses`, buffer) of each argument that is a handle. `targets`: (index
+    in `addresses`, row) of arguments that are addresses of rows, those behind the row in front."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, int, int, bool]] = []
         self.addresses: list[int] = []
         self.kernels: list[Kernel | None] = []
         self.places: list[int] = []
+        self.streams: list[Stream | None] = []
+        self.again: list[int] = []
         self.moving: list[tuple[int, int]] = []
         self.targets: list[tuple[int, int]] = []
         self.jumps: list[int] = []
         self.kept: list[np.ndarray] = []  # memory that arguments point to
 
     def add(
-        self, place: int, function: int, *addresses: int, kernel: Kernel | None = None, tasks: int = 1, joined: bool = False
-    ) -> None:
+        self, place: int, function: int, *addresses: int, kernel: Kernel | None = None, tasks: int = 1, joined: bool = False,
+        stream: Stream | None = None, again: int = 0,
+    ) -> None:  # fmt: skip
         self.steps.append((function, len(self.addresses), tasks, joined))
         self.addresses += addresses
         self.kernels.append(kernel)
         self.places.append(place)
+        self.streams.append(stream)
+        self.again.append(again)
 
     def add_all(self, place: int, rows: Iterable[Sequence[int] | Literal[False] | None]) -> None:
         for row in rows:
@@ -74,12 +87,15 @@ class Table:
         self._program, (self._scratch, stride, self._pool) = program, surroundings
         self._kernels, self._places, self.moving, self._kept = rows.kernels, rows.places, rows.moving, rows.kept
         self._addresses = np.array([*rows.addresses, 0], np.int64)  # the executor reads one argument of each row
-        self._steps = np.array(rows.steps, np.int64).reshape(-1, 4)  # pool.Step
+        self._steps = np.zeros((len(rows.steps), 6), np.int64)  # pool.Step
+        self._steps[:, :4], self._steps[:, 5] = np.array(rows.steps, np.int64).reshape(-1, 4), rows.again
         self._steps[:, 3] = tasks_after([tasks for _, _, tasks, _ in rows.steps], [joined for *_, joined in rows.steps])
         self._steps[rows.jumps, 3] = JUMP
         for at, row in rows.targets:
-            self._addresses[at] = self._steps.ctypes.data + self._steps.itemsize * 4 * (row - 1)
-        most = self._steps[:, 2:].sum(axis=1).max(initial=0)
+            self._addresses[at] = self._steps.ctypes.data + self._steps.strides[0] * (row - 1)
+        if self._pool and not rows.jumps:  # else the next row is not the next step
+            self._readings, self._steps[:, 4] = readings(rows.streams, self._pool.threads)
+        most = self._steps[:, 2:4].sum(axis=1).max(initial=0)
         if most > pool.MAX_TASKS:
             raise PlanError(f"{program}: a group of {most} tasks; the executor counts up to {pool.MAX_TASKS}")
         self._steps[:, 1] = self._addresses.ctypes.data + 8 * self._steps[:, 1]
@@ -134,6 +150,22 @@ class Table:
             self._exchange.exchanges.give_up()
         origin = f" ({' '.join(kernel.origin)})" if kernel and kernel.origin else ""
         raise IndexRangeError(f"{self._program}: {STATUS[status]} in {name}{origin}; nothing was committed")
+
+
+def readings(streams: Sequence[Stream | None], threads: int) -> tuple[np.ndarray, np.ndarray]:
+    """Readings of `threads` threads for each row with a stream, int64 [rows with a stream, threads, 4], and for every row the
+    address of those of the next such row; 0: there is none. A thread's first line may be read by the one before it, too."""
+    known = [(at, stream) for at, stream in enumerate(streams) if stream]
+    found = np.zeros((len(known), threads, ctypes.sizeof(Reading) // 8), np.int64)
+    for here, reading in enumerate(found):
+        left = np.full(threads, AHEAD_BYTES)
+        for n, (_, stream) in enumerate(known[here : here + 2]):
+            ends = (stream.address + np.arange(threads + 1) * stream.nbytes // threads) // LINE * LINE
+            have = np.minimum(left, np.diff(ends))
+            reading[:, 2 * n], reading[:, 2 * n + 1], left = ends[:-1], have, left - have
+    following = np.searchsorted([at for at, _ in known], np.arange(len(streams)), side="right")
+    first, each = found.ctypes.data, threads * ctypes.sizeof(Reading)
+    return found, np.where(following < len(known), first + following * each, 0)
 
 
 def joins(coded: Sequence[tuple[Step, Rendered]]) -> list[bool]:

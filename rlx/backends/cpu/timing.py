@@ -10,6 +10,7 @@ from functools import cache
 
 import numpy as np
 
+from rlx.backends.cpu.abi import KEPT
 from rlx.host.emit import V
 from rlx.host.functions import Body, Functions
 from rlx.host.jit import Library, kept_object
@@ -25,7 +26,7 @@ _functions = Functions()
 def rlx_timed(e: Body, args: V, task: V, scratch: V, status: V) -> None:
     """A kernel (rlx.backends.cpu.abi.Rendered) that runs the one in front of its arguments and writes the span of the task."""
     kernel, spans = e.load("ptr", args, 8), e.load("ptr", e.gep(args, 8), 8)
-    span = e.gep(spans, e.bin("mul", task, 8 * SPAN))
+    span = e.gep(spans, e.bin("mul", e.bin("and", task, KEPT - 1), 8 * SPAN))
     e.store(scratch, span, 8)
     clock = V(str(MONOTONIC), "i32")
     e.external("clock_gettime", "i32", clock, e.gep(span, 8))

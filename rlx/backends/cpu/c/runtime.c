@@ -103,7 +103,7 @@ static int start(rlx_model *m, int threads) {
     m->workers = calloc(threads, sizeof *m->workers);
     if (!c || !m->workers) return -1;
     memset(c, 0, sizeof *c);
-    c->ticket = END;
+    c->threads = threads < MAX_PARTS ? threads : MAX_PARTS;
     c->yields = YIELDS;
     c->wait = (void *)syscall;
     c->sched_yield = (void *)sched_yield;
@@ -128,7 +128,7 @@ static int start(rlx_model *m, int threads) {
 
 static void fill(rlx_model *m, Step *step, const Row *rows, size_t count) {
     for (size_t i = 0; i < count; i++) {
-        step[i] = (Step){(void *)rows[i].function, &m->args[rows[i].first], rows[i].tasks, rows[i].after};
+        step[i] = (Step){(void *)rows[i].function, &m->args[rows[i].first], rows[i].tasks, rows[i].after, NULL, rows[i].again};
     }
 }
 

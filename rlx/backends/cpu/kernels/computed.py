@@ -28,7 +28,7 @@ def computes(target: Target, p: Producer) -> bool:
     if not elements * p.m * p.n or (not p.side and min(p.m, BLOCK_ROWS) * p.k * max(size, 2) > SCRATCH):
         return False  # blocks would have to be lower, and would read the other operand more often
     tasks = _tasks(target, p)
-    copies = (tasks[0] if p.side else tasks[1]) * p.repeats
+    copies = (tasks[0] if p.side else tasks[1] if tasks[0] > 1 else min(tasks[1], target.threads)) * p.repeats
     work = elements * p.work * VECTOR_NS / (target.vector_bytes // 4)
     apart = work / target.threads if work > SHARED_NS else work
     saved = STEP_NS[target.threads > 1] + elements * size * BYTE_NS / target.threads

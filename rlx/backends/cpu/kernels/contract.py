@@ -43,6 +43,7 @@ Width = tuple[Layout, int, int]  # of a panel: layout, vectors, and columns of t
 
 class _Contraction(Product):
     def __init__(self, kernel: Kernel, contract: Contract, target: Target, tiling: Mapping[str, int]) -> None:
+        self.stages_once = isinstance(contract.a, Computed)
         super().__init__(kernel, contract, target, plan(kernel, contract, target, tiling))
         p, block_rows = self.plan, self.block_rows
         a, b = contract.a, contract.b
@@ -61,6 +62,7 @@ class _Contraction(Product):
         self.steps = -(-contract.k // p.group)
         if self.dot:  # from here on, one element is a whole group
             self.a, self.from_b = self.a.in_groups(self.dot.word, p.group), Layout(self.dot.word, self.panel)
+        self.panel_bytes = self.from_b.byte(self.steps, 0) if self.panel else 0
         self.run = self.a.col_levels[0][0] if self.a.col_levels else self.steps  # steps of k without a jump in a
         size = self.acc.itemsize
         self.unit = MatrixUnit(self, self.from_a, self.staged, self.a, self.from_b) if p.matrix else None
@@ -102,12 +104,13 @@ class _Contraction(Product):
         depth, p = self.c.k, self.plan
         line = Local("line", a.dtype if p.group > 1 else self.acc, self.staged.row)
         statements = row_statements(a, line, depth)
-        hoist(statements, scope)
-        with e.loop(start, stop) as row:
-            at = step(e, to, e.bin("sub", row.index, start), self.staged.byte(1, 0))
-            emit_statements(statements, scope.child({a.row: row.index}, pointers={line: at}))
-            for column in range(depth, -(-depth // p.group) * p.group):
-                e.store(e.const(stored(self.staged.dtype), 0), self.staged.at(e, at, 0, column), self.staged.dtype.itemsize)
+        with self.staging(e, scope) as inside:
+            hoist(statements, inside)
+            with e.loop(start, stop) as row:
+                at = step(e, to, e.bin("sub", row.index, start), self.staged.byte(1, 0))
+                emit_statements(statements, inside.child({a.row: row.index}, pointers={line: at}))
+                for column in range(depth, -(-depth // p.group) * p.group):
+                    e.store(e.const(stored(self.staged.dtype), 0), self.staged.at(e, at, 0, column), self.staged.dtype.itemsize)
 
     def _computed_b(self, e: Emitter, scope: Scope, b: Computed, to: V, panel: V, pitch: Layout) -> None:
         """Compute the columns of one panel of b in scratch, as [k][panel]."""

@@ -3,17 +3,19 @@ operands; the epilogue of finished sums, and the statements that run per finishe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
-from rlx.backends.cpu.abi import Rendered
+from rlx.backends.cpu.abi import KEPT, Rendered
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided, share, step
 from rlx.backends.cpu.kernels.tile import lane_mask
 from rlx.backends.cpu.kernels.tiles import Plan, kept_locals
 from rlx.backends.cpu.loops import emit_statements, hoist
-from rlx.backends.cpu.scope import Scope, expr, limit_of
+from rlx.backends.cpu.scope import Beside, Scope, expr, limit_of
 from rlx.backends.shared.nest import substitute
 from rlx.host.emit import Emitter, V, stored, vector
+from rlx.host.processor import fetches_ahead
 
 from rlx.ir.kernel import (  # isort: skip
     Alu, Buffer, Computed, Const, Contract, Expr, Kernel, Load, Local, Loop, Operand, Stmt, Store, Var, coefficient, k,
@@ -21,6 +23,7 @@ from rlx.ir.kernel import (  # isort: skip
 from rlx.ir.kernel import walk as parts_of
 from rlx.ir.target import Target
 
+BESIDE = 4  # bytes of the first panel that are fetched for each element of a that is computed or rounded: a line for each vector
 FAR = 4 << 20  # bytes of a buffer that the caches do not keep from one kernel to the next
 
 
@@ -37,6 +40,12 @@ class Product(Module):
         self.block_rows = blocks if self.limited else plan.block_rows
         self.local_at: Mapping[Local, int] = {}
         self.far = {} if plan.matrix else _far(contract, plan)
+        self.streamed = 0  # Rendered.streamed
+        if plan.tasks == plan.groups and fetches_ahead(self.features):  # not among blocks of rows or grid points
+            self.streamed = _streamed(kernel, contract)
+        shared = plan.tasks == plan.groups > 1 and contract.count is None and not plan.matrix  # all tasks have the same rows
+        self.keeps = KEPT if shared and self.stages_once else 0
+        self.fresh: V | None = None  # whether this task stages rows of a; None: each does
         self.cut: tuple[V, V, V] | None = None  # first row, height of the high tiles and their number: of a block cut at run time
 
     def reserve_locals(self) -> None:
@@ -44,6 +53,9 @@ class Product(Module):
         self.local_at = {x: self.reserve(nbytes) for x, nbytes in sizes.items()}
 
     # -- supplied by a subclass
+
+    panel_bytes = 0  # of b, if its panels are streamed
+    stages_once = False  # whether rows of a that `staging` is around stay in scratch for the thread's next tasks
 
     def _begin(self, e: Emitter) -> None:
         """Emitted before the grid points of a task."""
@@ -67,7 +79,10 @@ class Product(Module):
     def written(self, symbol: str) -> Rendered:
         e, p = Emitter(self.features), self.plan
         if p.tasks:  # 0: no rows or no columns, so nothing to compute
-            group, rest = divided(e, TASK, p.groups)
+            task = TASK
+            if self.keeps:
+                self.fresh, task = e.cmp("slt", TASK, KEPT), e.bin("and", TASK, KEPT - 1)
+            group, rest = divided(e, task, p.groups)
             block, batch_group = divided(e, rest, p.blocks)
             pointers: dict[Buffer | Local, V] = {**argument_pointers(e, self.kernel.buffers)}
             pointers |= {x: e.gep(SCRATCH, at) for x, at in self.local_at.items()}
@@ -92,7 +107,16 @@ class Product(Module):
                         inside.enter_context(e.when(e.cmp("slt", *tiles)))
                     self._point(e, scope, tiles, panels, last)
             self._end(e)
-        return self.rendered(e, symbol, p.tasks)
+        return replace(self.rendered(e, symbol, p.tasks), streamed=self.streamed, keeps=self.keeps)
+
+    @contextmanager
+    def staging(self, e: Emitter, scope: Scope) -> Iterator[Scope]:
+        """Around the code that stages rows of a, which a thread runs once for all of its tasks if they share the rows."""
+        if self.fresh is None:
+            yield scope
+            return
+        with e.when(self.fresh):
+            yield scope.child()
 
     def _point(self, e: Emitter, scope: Scope, tiles: tuple[V, V], panels: tuple[V, V], limit: V | None) -> None:
         """One grid point: the task's rows and panels of one pair of matrices. Results of rows from `limit` on are not needed."""
@@ -129,6 +153,9 @@ class Product(Module):
     ) -> None:
         """The task's panels of a block of rows: the first, the last, and that from which on none is needed."""
         c, p, i0 = self.c, self.plan, rows[0]
+        if self.streamed:
+            during = c.a.column if isinstance(c.a, Computed) else None
+            scope.beside = Beside(during, step(e, b, panels[0], self.panel_bytes), BESIDE)
         a = self._staged_a(e, scope, a, *rows, tiles)
         operands = e, scope, a, b, tiles, i0
         whole, odd = divmod(c.n, p.columns)
@@ -259,6 +286,13 @@ def _far(c: Contract, plan: Plan) -> dict[Buffer | Local, int]:
     seen = [x for x in parts_of(c.epilogue) if isinstance(x, (Load, Store)) and x.buffer.size * x.buffer.dtype.itemsize >= FAR]
     steps = {x.buffer: coefficient(x.index, c.i) for x in seen if coefficient(x.index, c.j) == 1}
     return {b: plan.rows * stride * b.dtype.itemsize for b, stride in steps.items() if stride}
+
+
+def _streamed(kernel: Kernel, c: Contract) -> int:
+    """Rendered.streamed of a product whose tasks are ranges of panels."""
+    b = c.b
+    whole = isinstance(b, Operand) and (b.panel or b.blocks) and isinstance(b.offset, Const) and not b.offset.value
+    return 1 + kernel.buffers.index(b.buffer) if whole and c.count is None else 0  # type: ignore[union-attr]
 
 
 def row_statements(a: Computed, line: Local, depth: int) -> tuple[Stmt, ...]:

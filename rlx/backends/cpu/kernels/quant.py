@@ -23,10 +23,10 @@ from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.dots import dot_of
 from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.module import SCRATCH, step
-from rlx.backends.cpu.kernels.product import row_statements
+from rlx.backends.cpu.kernels.product import BESIDE, row_statements
 from rlx.backends.cpu.kernels.quant_matrix import MatrixProduct
 from rlx.backends.cpu.kernels.quant_panels import SCRATCH_BYTES, PanelProduct
-from rlx.backends.cpu.kernels.tile import Layout, Tile, load_line, stage_rows_function, tile_function
+from rlx.backends.cpu.kernels.tile import Layout, Tile, load_line, prefetch, stage_rows_function, tile_function
 from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, distinct, other_tasks, registers_of
 from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope
@@ -92,6 +92,8 @@ class _Integer(PanelProduct):
     point times the sum of the integers, per group. `least`: minus the scaled sum of the integers, per run; multiplied by the
     mins."""
 
+    stages_once = True
+
     def __init__(self, kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int]) -> None:
         assert isinstance(c.b, Operand)
         p, turns = panel(c.b.blocks), c.k // STEP
@@ -123,6 +125,12 @@ class _Integer(PanelProduct):
         self.reserve_locals()
 
     def _staged_a(self, e: Emitter, scope: Scope, a: V, i0: V, i1: V, stop: V, tiles: tuple[V, V]) -> V:
+        with self.staging(e, scope) as inside:
+            self._round(e, inside, a, i0, stop)
+        return a
+
+    def _round(self, e: Emitter, scope: Scope, a: V, i0: V, stop: V) -> None:
+        """Round rows i0 to `stop` of x."""
         x, kept, statements = self.c.a, e.gep(SCRATCH, self.row_at), ()
         line = Local("line", f32, self.k)
         if isinstance(x, Computed):
@@ -134,13 +142,15 @@ class _Integer(PanelProduct):
                 source = kept
             else:
                 source = step(e, a, row.index, x.row_stride * x.dtype.itemsize)
-            self.call(e, "rounded", self._rounded, source, *self._of_row(e, e.bin("sub", row.index, i0)))
-        return a
+            after = scope.beside and [e.gep(scope.beside.first, BESIDE * self.k)]  # what is in front: while the row was computed
+            self.call(e, "rounded", self._rounded, source, *self._of_row(e, e.bin("sub", row.index, i0)), *(after or ()))
 
-    def _rounded(self, e: Emitter, source: V, q: V, factors: V, shifts: V, least: V) -> None:
-        """Round one row of x."""
+    def _rounded(self, e: Emitter, source: V, q: V, factors: V, shifts: V, least: V, beside: V | None = None) -> None:
+        """Round one row of x. Memory from `beside` on, if given, is prefetched meanwhile."""
         line, lanes, ints = self.line, self.lanes, vector("i32", self.lanes)
         with e.loop(0, self.turns, nonempty=True) as turn:
+            if beside:
+                prefetch(e, [step(e, beside, turn.index, BESIDE * STEP)], BESIDE * STEP)
             at = step(e, source, turn.index, line.byte(0, STEP))
             x = [load_line(e, line.at(e, at, 0, n), line, lanes, f32) for n in range(0, STEP, lanes)]
             bits = [e.bin("and", e.convert("bitcast", v, "i32"), 0x7FFFFFFF) for v in x]
@@ -289,6 +299,7 @@ class _Float(PanelProduct):
     most_scratch = 4 * SCRATCH_BYTES  # weights are converted once per block of rows; of a block, a chunk is used at a time
 
     def __init__(self, kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int]) -> None:
+        self.stages_once = isinstance(c.a, Computed)
         registers = registers_of(target)
         vectors = PANEL * 4 // target.vector_bytes
         highest = min(8, max(1, (registers - 1 - vectors) // vectors))
@@ -318,10 +329,11 @@ class _Float(PanelProduct):
         """Compute rows i0 to `stop` of x."""
         line = Local("line", f32, self.k)
         statements = row_statements(x, line, self.k)
-        hoist(statements, scope)
-        with e.loop(i0, stop) as row:
-            at = self.rows_of_x.at(e, to, e.bin("sub", row.index, i0))
-            emit_statements(statements, scope.child({x.row: row.index}, pointers={line: at}))
+        with self.staging(e, scope) as inside:
+            hoist(statements, inside)
+            with e.loop(i0, stop) as row:
+                at = self.rows_of_x.at(e, to, e.bin("sub", row.index, i0))
+                emit_statements(statements, inside.child({x.row: row.index}, pointers={line: at}))
 
     def _sweep(self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], i0: V, panel: V, vectors: int, tail: int) -> None:
         sums, chunk, ones = (e.gep(SCRATCH, at) for at in (self.sums_at, self.weights_at, self.ones_at))

@@ -64,7 +64,7 @@ class PanelProduct(Product):
         rows = -(-c.m // max(1, row_tiles))
         fit = max(1, self.most_scratch // row_bytes // max(1, rows))
         blocks, wanted = -(-row_tiles // fit), self.wanted
-        if isinstance(c.a, Computed):
+        if isinstance(c.a, Computed) and batch * blocks > 1:
             wanted = min(wanted, max(target.threads, batch * blocks))  # each group of columns recomputes its rows
         if c.rows:  # a task must own whole rows
             blocks = min(row_tiles, max(blocks, -(-wanted // batch)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from rlx.backends.cpu.abi import LINE
 from rlx.backends.cpu.dots import Dot
 from rlx.backends.cpu.kernels.module import divided, step
 from rlx.host import alu
@@ -17,7 +18,6 @@ from rlx.ir.dtype import DType
 from rlx.ir.kernel import Levels
 from rlx.records import record
 
-LINE = 64  # bytes of a cache line
 HALF_OFFSETS = 0x40404040  # 64 for each element of a group of four: half of what is subtracted to make a u8 an i8
 
 

@@ -389,9 +389,10 @@ def _tasks(
     if shares and wanted > batch * blocks and row_tiles >= 8 * threads:
         blocks = -(-max(blocks, 2 * threads) // threads) * threads
     elif wanted > batch * blocks and not c.rows:
-        if isinstance(c.a, Computed):  # every group of columns recomputes its rows
+        if isinstance(c.a, Computed):  # every group of columns recomputes its rows; a thread computes those of one block once
             blocks = max(blocks, min(-(-wanted // batch), c.m // COMPUTED_ROWS))
-            wanted = threads if wanted > batch * blocks else wanted
+            most = threads if batch * blocks > 1 else max(threads, panels)
+            wanted = min(wanted, most) if wanted > batch * blocks else wanted
         groups = max(1, min(panels, -(-wanted // (batch * blocks))))
     if wanted > batch * blocks * groups:  # a task owns whole rows, or there are few columns: lower blocks
         most = max(threads, row_tiles // 4)
