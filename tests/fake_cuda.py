@@ -252,7 +252,7 @@ class FakeDriver:
             try:
                 for stream in streams or list(self._queued):
                     while self._queued[stream]:
-                        self._queued[stream].popleft()()
+                        self._next(stream)
             finally:
                 self._running = False
         while self._given and not any(self._queued.values()):
@@ -261,10 +261,18 @@ class FakeDriver:
             self.free += 0 if address in self.pinned else nbytes
             self.pinned.discard(address)
 
+    def _next(self, stream: int) -> None:
+        """Run one command to its end: the garbage collector may free memory within it, and `run` comes back later."""
+        running, self._running = self._running, True
+        try:
+            self._queued[stream].popleft()()
+        finally:
+            self._running = running
+
     def _until(self, stream: int, passed: list[bool]) -> None:
         with self._lock:
             while not passed[0]:
-                self._queued[stream].popleft()()
+                self._next(stream)
 
     def cuStreamCreate(self, flags: int) -> tuple[Any, ...]:
         number = self.calls["cuStreamCreate"]
@@ -283,7 +291,7 @@ class FakeDriver:
         with self._lock:
             if not self._queued[stream]:
                 return (OK,)
-            self._queued[stream].popleft()()
+            self._next(stream)
         return (Status.CUDA_ERROR_NOT_READY,)
 
     def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
