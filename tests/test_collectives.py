@@ -25,7 +25,7 @@ from rlx.driver.collective import collectives_of
 from rlx.driver.reduction import Form
 from rlx.driver.schedule import ALGORITHMS, MINE, OUT, Figures, Job, What, choose, possible, schedule
 from rlx.driver.symmetric import LocalTransport
-from rlx.errors import TransportError
+from rlx.errors import OutOfMemoryError, TransportError
 from rlx.ir.dtype import DTYPES, bf16, f8e4m3, f8e5m2, f16, f32, f64, i64, u64
 
 REDUCED = conformance.REDUCED
@@ -50,6 +50,12 @@ def conforms(transport: Any, count: int, seed: int, folder: str) -> bool:
 def kept(tmp_path_factory):
     """A folder for compiled reductions: each process would make them again."""
     return str(tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.mark.parametrize("nbytes", [1 << 60, 1 << 70])
+def test_heaps_that_no_memory_holds_are_refused(nbytes):
+    with pytest.raises(OutOfMemoryError, match="there is no room for"):
+        LocalTransport.fan_out(1, nbytes)
 
 
 SHARE = {1: 0.05, 2: 0.35, 3: 0.25, 4: 0.25, 8: 0.1}  # of the random collectives, by number of ranks

@@ -179,6 +179,11 @@ def test_an_index_of_a_value_is_checked_by_the_run_in_each_dim() -> None:
         compiled.run({"x": rows, "i": np.array([0, 4])})
 
 
+def test_the_name_of_a_graph_is_text() -> None:
+    with pytest.raises(GraphError, match="the name of a graph is text, got 3"):
+        Graph(3)  # type: ignore[arg-type]
+
+
 def test_sizes_that_no_constant_has_are_refused() -> None:
     for ask in (lambda: rlx.arange(0, 9, 0), lambda: rlx.linspace(0, 1, -1), lambda: rlx.eye(-1)):
         with pytest.raises(rlx.errors.AttributeValueError):

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlx.driver import files
 from rlx.driver.device import TEST_NAMES, Device
-from rlx.errors import DeviceUnavailableError
+from rlx.errors import DeviceUnavailableError, OutOfMemoryError
 from rlx.records import record
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector of a CPU
@@ -128,8 +128,11 @@ class HostMemory:
 
 
 def aligned_bytes(nbytes: int, alignment: int = ALIGNMENT) -> np.ndarray:
-    """Zeroed uint8 array. The address of its first byte is a multiple of `alignment`."""
-    raw = np.zeros(nbytes + alignment, np.uint8)
+    """Zeroed uint8 array. The address of its first byte is a multiple of `alignment`. OutOfMemoryError: there is no room."""
+    try:
+        raw = np.zeros(nbytes + alignment, np.uint8)
+    except (MemoryError, ValueError) as e:  # ValueError: more than an array can have
+        raise OutOfMemoryError(f"there is no room for {nbytes} bytes: {e}") from None
     start = -raw.ctypes.data % alignment
     return raw[start : start + nbytes]
 

@@ -60,6 +60,8 @@ class Building:
     """
 
     def __init__(self, name: str = "graph") -> None:
+        if not isinstance(name, str):
+            raise GraphError(f"the name of a graph is text, got {name!r}")
         self.name = name
         self.inputs: list[Value] = []
         self.params: list[Value] = []
