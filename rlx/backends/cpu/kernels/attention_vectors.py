@@ -221,8 +221,8 @@ class VectorAttention(Attention):
             high = 2
         for vectors in _even_parts(whole, (self.registers - 2) // (high + 1)):
             tail = self.width % self.lanes if column + vectors * self.lanes > self.width else 0
-            fetched = () if after is None or column else (after,)
-            share = self.k.layout.byte(1, 0) if fetched else 0
+            share = 0 if after is None or column else self.k.layout.byte(1, 0)  # 0 also if all keys lie in one place
+            fetched = (after,) if after is not None and share else ()
             t = Tile(high, vectors, self.lanes, 1, tail, f32, self.sums.row, careful, ahead=share)
             body = partial(tile_function, t=t, from_a=self.scores, from_b=self.near_v)
             with e.loop(0, rows, high, nonempty=True) as at:
