@@ -237,6 +237,8 @@ def test_threads_end_with_their_graphs():
 
 SETUP = "import sys; sys.path[:0] = {path!r}\nimport os, numpy as np\nfrom test_queue import at, picker, states\n"
 FORK = """
+import warnings
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # since Python 3.12
 compiled = picker()
 for _ in range(40): compiled.commit_no_wait(at(1))
 if (child := os.fork()) == 0:

@@ -15,6 +15,7 @@ from itertools import count
 from rlx.driver.experts import ExpertTiers
 from rlx.driver.memory import Block
 from rlx.forks import each_in_child
+from rlx.host.gate import new_lock
 
 
 @dataclass(eq=False)
@@ -34,7 +35,7 @@ class ParamStore:
     experts: ExpertTiers | None = None
 
     changes: ctypes.c_int64 = field(default_factory=ctypes.c_int64)
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    lock: threading.Lock = field(default_factory=new_lock, repr=False)
     _numbers: Iterator[int] = field(default_factory=lambda: count(1), repr=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +63,7 @@ class ParamStore:
 
 def _in_child(store: ParamStore) -> None:
     """A param that another thread of the parent was setting stays incomplete, so it counts as missing."""
-    store.lock = threading.Lock()
+    store.lock = new_lock()
 
 
 _stores = each_in_child(_in_child)

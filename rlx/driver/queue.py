@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 from rlx.driver.stream import Pending
 from rlx.errors import RlxError
-from rlx.host.gate import Gate
+from rlx.host.gate import Gate, new_lock
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,7 +48,7 @@ class RunQueue:
     def __init__(self) -> None:
         self.last: Future[None] | Ended | None = None
         self.gates: WeakSet[Gate] = WeakSet()  # of the executables that use this queue; `queued` tells them to wait
-        self._room, self._lock = threading.Semaphore(DEPTH), threading.Lock()
+        self._room, self._lock = threading.Semaphore(DEPTH), new_lock()
         self._worker: ThreadPoolExecutor | None = None
         self._recorded: list[Callable[[], object]] = []
         self._pending: deque[tuple[int, Pending]] = deque()  # commands whose status has not arrived, by number

@@ -4,6 +4,7 @@ share with the runtime."""
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -11,6 +12,29 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from rlx.records import record
+
+
+class InterruptSafeLock:
+    """A threading.Lock that an exception of a signal's handler never leaves held: since Python 3.14 such an exception may come
+    when `__enter__` has returned, but before the body of `with` begins."""
+
+    __slots__ = ("__exit__", "acquire", "locked", "release")  # of the lock itself: nothing comes between its release and the end
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        self.acquire, self.locked, self.release, self.__exit__ = lock.acquire, lock.locked, lock.release, lock.__exit__
+
+    def __enter__(self) -> None:
+        held: list[bool] = []
+        try:
+            held.extend(map(self.acquire, (True,)))  # one call of C code: either all of it is done or nothing
+        except BaseException:
+            if held:
+                self.release()
+            raise
+
+
+new_lock = InterruptSafeLock if sys.version_info >= (3, 14) else threading.Lock
 
 
 class Gate(ctypes.Structure):
@@ -33,7 +57,7 @@ class Gate(ctypes.Structure):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lock = threading.Lock()
+        self.lock = new_lock()
 
     def freed(self) -> bool:
         """In a forked child: release the lock if another thread of the parent held it. Returns whether one did."""
