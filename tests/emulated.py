@@ -1,7 +1,8 @@
-"""Python with rlx on an emulated aarch64 processor: qemu's user mode, on x86-64 Linux of the Debian family.
+"""Python with rlx on an emulated processor: aarch64 by qemu's user mode, on x86-64 Linux of the Debian family, or with AMX.
 
     python -m tests.emulated                                          # all of conformance on the CPU: ten minutes on one core
     python -m tests.emulated --cpu cortex-a76 -m pytest tests/test_cpu_contract.py -k bytes
+    python -m tests.emulated --amx -m pytest -q tests/test_cpu_attention.py       # this processor with AMX: emulated_amx.py
 
 The emulator and an aarch64 Python are Debian packages, numpy and llvmlite are aarch64 wheels. They are unpacked to build/aarch64
 once and not installed: no right to do so is needed, and nothing else of the system changes. Code is made by the product's own
@@ -19,6 +20,7 @@ import sys
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 TOP = Path(__file__).parents[1]
 FOLDER = TOP / "build" / "aarch64"
@@ -110,11 +112,24 @@ def _run(*command: str) -> None:
         raise Unavailable(f"{Path(command[0]).name} {command[-1]} failed: {' '.join(last)}")
 
 
+def with_amx(*args: str) -> NoReturn:
+    sys.path.insert(0, str(TOP / "tests"))
+    import emulated_amx
+
+    if why := emulated_amx.lacking():
+        raise Unavailable(why)
+    done = subprocess.run(emulated_amx.command(*args), env=emulated_amx.environment(), cwd=TOP, check=False)
+    raise SystemExit(done.returncode)
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--cpu", default="max", help="as qemu-aarch64 calls it: max has bf16, i8mm, dotprod and fullfp16")
+    options.add_argument("--amx", action="store_true", help="this processor, which needs AVX-512, with an emulated AMX")
     given, args = options.parse_known_args()
     args = args or ["-m", "tests.conformance", "--device", "cpu"]
+    if given.amx:
+        with_amx(*args)
     here = emulated()
     raise SystemExit(subprocess.run(here.command(*args, cpu=given.cpu), env=here.environment(), cwd=TOP, check=False).returncode)
 

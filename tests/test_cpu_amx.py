@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import emulated_amx
 import kernel_runs
 import ml_dtypes
 import numpy as np
@@ -19,17 +19,17 @@ import test_cpu_contract as plain
 import test_cpu_conv as windows
 import test_cpu_quant as packed
 import test_rounding as rounding
+from emulated_amx import Unit
 from kernel_runs import TARGETS, TRIPLE
 
 import rlx
-from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.backend import with_natives
 from rlx.backends.cpu.kernels import amx, contract, matrix
 from rlx.backends.cpu.target import target_for
 from rlx.backends.ref.interpret import run_kernel
 from rlx.backends.shared.rounding import in_fewer
 from rlx.compiler import lower
-from rlx.host import jit
+from rlx.host import jit, llvm
 from rlx.host.processor import machine_of
 from rlx.ir.blocks import FORMATS
 from rlx.ir.dtype import DType, bf16, f32, i8, i32, u8
@@ -37,7 +37,6 @@ from rlx.ir.evaluate import evaluate
 from rlx.ir.kernel import Buffer, Load, Store, k
 from rlx.ir.target import Target
 
-NAMES = "ldtilecfg tilerelease tilezero tileloadd64 tileloaddt164 tilestored64 tdpbf16ps tdpbusd".split()
 HOST = [f for f in machine_of(TARGETS["host"])[2].replace("+", "").split(",") if "amx" not in f]
 AMX = ("amx-tile", "amx-bf16", "amx-int8")
 SHAPES = [
@@ -45,112 +44,25 @@ SHAPES = [
 ]  # fmt: skip
 KINDS = {"bf16": (bf16, bf16, f32), "u8 i8": (u8, i8, i32)}
 
-pytestmark = pytest.mark.skipif(
-    not {"avx512bw", "avx512bf16", "avx512vnni"} <= set(HOST), reason="the emulated kernels need AVX-512 around the matrix unit"
-)
+pytestmark = pytest.mark.skipif(bool(why := emulated_amx.lacking()), reason=why)
 
 
 def with_amx(threads: int = 1) -> Target:
     return target_for(TRIPLE, "x86-64-v4", [*HOST, *AMX], threads)
 
 
-class Emulator:
-    """The tile instructions as Intel's manual states them, on Python bytes. Anything it forbids is an assertion."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.widths: list[int] = []
-        self.tiles: list[np.ndarray] = []
-        self.faults: list[str] = []
-        self.released = self.products = 0
-        v, b, i = ctypes.c_void_p, ctypes.c_uint8, ctypes.c_int64
-        types = {"ldtilecfg": (v,), "tilerelease": (), "tilezero": (b,)}
-        types |= dict.fromkeys(("tileloadd64", "tileloaddt164", "tilestored64"), (b, v, i))
-        self.callbacks = {name: ctypes.CFUNCTYPE(None, *types.get(name, (b, b, b)))(self.guarded(name)) for name in NAMES}
-
-    def guarded(self, name: str):
-        def run(*args: int) -> None:
-            try:
-                getattr(self, name)(*args)
-            except AssertionError as e:  # an exception does not pass through compiled code
-                self.faults.append(f"{name}{args}: {e}")
-
-        return run
-
-    def ldtilecfg(self, at: int) -> None:
-        table = ctypes.string_at(at, 64)
-        assert table[0] == 1 and not any(table[1:16]) and not any(table[32:48]) and not any(table[56:]), "malformed"
-        self.widths, self.rows = [int.from_bytes(table[16 + 2 * n : 18 + 2 * n], "little") for n in range(8)], list(table[48:56])
-        assert all(w <= 64 and r <= 16 and (w == 0) == (r == 0) for w, r in zip(self.widths, self.rows)), "no such tiles"
-        self.tiles = [np.zeros((r, w), np.uint8) for r, w in zip(self.rows, self.widths)]
-        self.released = 0
-
-    def tilerelease(self) -> None:
-        self.rows, self.widths, self.tiles, self.released = [], [], [], 1
-
-    def tilezero(self, tile: int) -> None:
-        assert self.rows[tile], "not configured"
-        self.tiles[tile][:] = 0
-
-    def tileloadd64(self, tile: int, at: int, stride: int) -> None:
-        assert self.rows[tile], "not configured"
-        for r in range(self.rows[tile]):
-            self.tiles[tile][r] = np.frombuffer(ctypes.string_at(at + r * stride, self.widths[tile]), np.uint8)
-
-    tileloaddt164 = tileloadd64  # a hint to the caches
-
-    def tilestored64(self, tile: int, at: int, stride: int) -> None:
-        assert self.rows[tile], "not configured"
-        for r in range(self.rows[tile]):
-            ctypes.memmove(at + r * stride, self.tiles[tile][r].tobytes(), self.widths[tile])
-
-    def product(self, sums: int, a: int, b: int, types: tuple, group: int) -> None:
-        assert self.rows[sums] == self.rows[a] and self.widths[sums] == self.widths[b], "sizes do not fit"
-        assert self.widths[a] == 4 * self.rows[b], "sizes do not fit"
-        kinds = (self.tiles[x].view(t) for x, t in zip((a, b), types))
-        left, right = (x.astype(np.float32 if group == 2 else np.int64) for x in kinds)
-        right = right.reshape(len(right), -1, group).transpose(0, 2, 1).reshape(left.shape[1], -1)
-        total = self.tiles[sums].view(np.float32 if group == 2 else np.int32)
-        with np.errstate(all="ignore"):  # rows that nobody asks for may hold anything
-            total[:] = (total + left @ right).astype(total.dtype)
-        self.products += 1
-
-    def tdpbf16ps(self, sums: int, a: int, b: int) -> None:
-        self.product(sums, a, b, (ml_dtypes.bfloat16, ml_dtypes.bfloat16), 2)
-
-    def tdpbusd(self, sums: int, a: int, b: int) -> None:
-        self.product(sums, a, b, (np.uint8, np.int8), 4)
-
-    def into(self, text: str) -> str:
-        """The module with calls of this emulator for the tile instructions."""
-
-        def body(found: re.Match[str]) -> str:
-            name, types = found[1], [t for t in found[2].split(", ") if t]
-            args = ", ".join(f"{t} %a{n}" for n, t in enumerate(types))
-            address = ctypes.cast(self.callbacks[name], ctypes.c_void_p).value
-            head = f"define internal void @emulated_{name}({args}) noinline {{"
-            return f"{head}\n  %f = inttoptr i64 {address} to ptr\n  call void %f({args})\n  ret void\n}}"
-
-        text = re.sub(rf"declare void @llvm\.x86\.({'|'.join(NAMES)})\(([^)]*)\)", body, text)
-        return re.sub(rf"@llvm\.x86\.({'|'.join(NAMES)})\(", r"@emulated_\1(", text)
-
-
 @pytest.fixture
-def emulator(monkeypatch: pytest.MonkeyPatch) -> Emulator:
-    made, here = Emulator(), target_for(TRIPLE, "x86-64-v4", HOST)
-
-    def compiled(text: str, target: Target) -> object:
-        name = re.findall(r"define void @(\w+)\(ptr %args", text)[0]
-        library = jit.load([jit.compile_object(made.into(text), here)], [name], here)
-        return library.function(name, None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
-
-    def loaded(_: Target, rendered: Rendered) -> jit.Library:
-        return jit.load([jit.compile_object(made.into(rendered.text), here)], [rendered.symbol], here)
-
-    monkeypatch.setattr(plain, "_compiled", compiled)
-    monkeypatch.setattr(attention, "compiled", loaded)
-    monkeypatch.setattr(kernel_runs, "_function", compiled)
-    return made
+def emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Unit]:
+    """Code with the unit's instructions runs here."""
+    compiled = plain._compiled, attention.compiled, kernel_runs._function
+    for kept in compiled:  # on a machine with the unit: without the emulator
+        kept.cache_clear()
+    monkeypatch.setattr(llvm, "code", emulated_amx.code)
+    monkeypatch.setattr(jit, "missing_features", lambda features: ())
+    yield (made := Unit())
+    for kept in compiled:
+        kept.cache_clear()
+    assert not made.faults
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -158,19 +70,18 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> Emulator:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("threads", "least"), [(1, 0), (2, 99)], ids=["the epilogue beside products", "after them"])
 def test_emulated(
-    emulator: Emulator, shape: tuple[int, int, int], a: str, kind: str, threads: int, least: int, monkeypatch: pytest.MonkeyPatch
+    emulator: Unit, shape: tuple[int, int, int], a: str, kind: str, threads: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matrix, "HEAVY", least)
     target = with_amx(threads)
     panel, group = target.panel(kind)
     assert panel == 32
     plain.check_product(plain.product(*shape, a=a, dtypes=KINDS[kind], panel=panel, group=group), target)
-    assert not emulator.faults, emulator.faults[:3]
-    assert emulator.products and emulator.released == 1
+    assert emulator.products and emulator.released
 
 
 @pytest.mark.parametrize("least", [0, 99], ids=["the epilogue beside products", "after them"])
-def test_bytes_are_rounded_and_read_again(emulator: Emulator, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_rounded_and_read_again(emulator: Unit, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The epilogue of a Q/DQ network: two roundings and an activation between them, beside a byte of a residual."""
     monkeypatch.setattr(matrix, "HEAVY", least)
     target = with_amx()
@@ -188,12 +99,12 @@ def test_bytes_are_rounded_and_read_again(emulator: Emulator, least: int, monkey
     want = np.zeros(out.size, np.uint8)
     run_kernel(kernel, [*given.values(), want])
     assert (found == want).all() and len(set(want.tolist())) > 100
-    assert not emulator.faults and emulator.products
+    assert emulator.products
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(7, 40, 64), (20, 40, 65), (20, 40, 76), (20, 40, 0)], ids=str)
-def test_few_rows_and_odd_depths_go_without(emulator: Emulator, shape: tuple[int, int, int], kind: str) -> None:
+def test_few_rows_and_odd_depths_go_without(emulator: Unit, shape: tuple[int, int, int], kind: str) -> None:
     target = with_amx()
     panel, group = target.panel(kind)
     plain.check_product(plain.product(*shape, dtypes=KINDS[kind], panel=panel, group=group), target)
@@ -202,20 +113,18 @@ def test_few_rows_and_odd_depths_go_without(emulator: Emulator, shape: tuple[int
 
 @pytest.mark.parametrize("shape", [(1, 2, 1, 40, 70, 32), (1, 1, 1, 12, 300, 48, 20), (1, 1, 1, 33, 270, 96)], ids=str)
 @pytest.mark.parametrize("how", [{}, {"mask": "causal"}, {"mask": "sliding_window", "window": 9}, {"cap": 2.0}], ids=str)
-def test_emulated_attention(emulator: Emulator, shape: tuple[int, ...], how: dict[str, object]) -> None:
+def test_emulated_attention(emulator: Unit, shape: tuple[int, ...], how: dict[str, object]) -> None:
     q, k, v = attention.operands(*shape, dtype=attention.BF16)
     attention.check(attention.attend(q, k, v, target=with_amx(2), **how), attention.expected(q, k, v, **how), 2e-2)
-    assert not emulator.faults, emulator.faults[:3]
-    assert emulator.products and emulator.released == 1
+    assert emulator.products and emulator.released
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(1, 7, 7, 64, 70, 3, 3), (2, 5, 9, 32, 33, 1, 2, 2), (1, 4, 12, 16, 64, 2, 2, 1, 2)], ids=str)
-def test_windows_of_an_image(emulator: Emulator, shape: tuple[int, ...], kind: str) -> None:
+def test_windows_of_an_image(emulator: Unit, shape: tuple[int, ...], kind: str) -> None:
     """Rows and columns in levels are copied as tiles, whatever rows of the image they come from."""
     plain.check_product(windows.convolution(windows.Shape(*shape), with_amx(), KINDS[kind]), with_amx())
-    assert not emulator.faults, emulator.faults[:3]
-    assert emulator.products and emulator.released == 1
+    assert emulator.products and emulator.released
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -223,15 +132,14 @@ def test_windows_of_an_image(emulator: Emulator, shape: tuple[int, ...], kind: s
     "shape", [(2, 3, 14, 64, 70, 3, 3), (1, 2, 57, 64, 33, 2, 3, 2), (1, 3, 37, 128, 30, 3, 3, 1, 2), (1, 2, 9, 64, 300, 3, 3)],
     ids=str,
 )
-def test_windows_are_read_where_they_lie(emulator: Emulator, shape: tuple[int, ...], kind: str) -> None:
+def test_windows_are_read_where_they_lie(emulator: Unit, shape: tuple[int, ...], kind: str) -> None:
     """A tile has rows of one row of the image; of two tiles in it, the second may begin with the last row of the first."""
     target = with_amx()
     kernel = windows.convolution(windows.Shape(*shape), target, KINDS[kind])
     made = windows.plan_of(kernel, target)
     assert made.matrix == amx.SIDE and not made.stage_a and made.segment == shape[2]
     plain.check_product(kernel, target)
-    assert not emulator.faults, emulator.faults[:3]
-    assert emulator.products and emulator.released == 1
+    assert emulator.products and emulator.released
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -242,14 +150,13 @@ def test_windows_are_read_where_they_lie(emulator: Emulator, shape: tuple[int, .
         ((1, 9, 40, 4, 40, 3, 3), 6),
     ],
 )  # fmt: skip
-def test_steps_are_as_long_as_divides_the_depth(emulator: Emulator, shape: tuple[int, ...], step: int, kind: str) -> None:
+def test_steps_are_as_long_as_divides_the_depth(emulator: Unit, shape: tuple[int, ...], step: int, kind: str) -> None:
     """From six groups on: also runs of elements of windows are whole steps."""
     target, channels = with_amx(), shape[3] * (2 if kind == "u8 i8" else 1)
     kernel = windows.convolution(windows.Shape(*shape[:3], channels, *shape[4:]), target, KINDS[kind])
     assert windows.plan_of(kernel, target).matrix == step
     plain.check_product(kernel, target)
-    assert not emulator.faults, emulator.faults[:3]
-    assert emulator.products and emulator.released == 1
+    assert emulator.products and emulator.released
 
 
 @pytest.mark.parametrize(("kind", "instruction"), [("bf16", "tdpbf16ps"), ("u8 i8", "tdpbusd")])
@@ -275,7 +182,7 @@ def test_the_knob_leaves_the_unit_alone() -> None:
 
 @pytest.mark.parametrize("sizes", [[5, 9, 16, 0, 17, 33, 1], [0, 70], [140, 12]], ids=str)
 @pytest.mark.parametrize("least", [0, 99], ids=["the epilogue beside products", "after them"])
-def test_groups_of_rows(emulator: Emulator, sizes: list[int], least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_rows(emulator: Unit, sizes: list[int], least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of a group are one block or two high, with undefined rows at the end."""
     monkeypatch.setattr(matrix, "HEAVY", least)
     target, rng, rows = with_natives(with_amx(2)), np.random.default_rng(0), sum(sizes)
@@ -297,8 +204,7 @@ def test_groups_of_rows(emulator: Emulator, sizes: list[int], least: int, monkey
     (got,) = (a for name, a in plain.run(step.kernel, target, named).items() if name in out)
     want = evaluate(g, given, {"w": weights})[0][0]
     np.testing.assert_allclose(got.reshape(want.shape), want, atol=2e-2 * float(np.abs(want).max()))
-    assert not emulator.faults, emulator.faults[:3]
-    assert emulator.products and emulator.released == 1
+    assert emulator.products and emulator.released
 
 
 def check_quantised(name: str, x: np.ndarray, n: int, **places) -> None:
@@ -311,18 +217,17 @@ def check_quantised(name: str, x: np.ndarray, n: int, **places) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_quantised_weights(emulator: Emulator, name: str) -> None:
+def test_quantised_weights(emulator: Unit, name: str) -> None:
     """One chunk of a panel and several, with and without a shorter last one; tiles of equal height, and of two."""
     block = FORMATS[name].block
     for m, n, blocks in ((32, 33, 2), (70, 64, 608 // block), (49, 8, 256 // block)):
         check_quantised(name, packed.activations(m, blocks * block), n)
-    assert not emulator.faults, emulator.faults[:3]
-    assert emulator.products and emulator.released == 1
+    assert emulator.products and emulator.released
 
 
 @pytest.mark.parametrize("bits", [0x7E00, 0x7FFF, 0xFFFF], ids=hex)
 @pytest.mark.parametrize("name", ["q4_0", "q4_k"])
-def test_a_scale_that_is_nan_makes_its_column_nan(emulator: Emulator, name: str, bits: int) -> None:
+def test_a_scale_that_is_nan_makes_its_column_nan(emulator: Unit, name: str, bits: int) -> None:
     """Whatever its other bits are: rounding to bf16 adds to them."""
     w = packed.weights(name, 20, 256)
     at = FORMATS[name].numbers[0]
@@ -333,28 +238,28 @@ def test_a_scale_that_is_nan_makes_its_column_nan(emulator: Emulator, name: str,
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
-def test_quantised_weights_and_places_of_x(emulator: Emulator, dtype: Any) -> None:
+def test_quantised_weights_and_places_of_x(emulator: Unit, dtype: Any) -> None:
     x = packed.activations(40, 288, dtype=dtype)
     check_quantised("q4_0", x, 37)
     check_quantised("q4_0", x, 37, turned=True)
     check_quantised("q4_0", packed.activations(3 * 33, 288, dtype=dtype), 37, dims=(3, 33))
-    assert not emulator.faults and emulator.products
+    assert emulator.products
 
 
 @pytest.mark.parametrize(("m", "exact"), [(31, False), (64, True)])
-def test_few_rows_and_exact_ones_are_not_rounded_to_bf16(emulator: Emulator, m: int, exact: bool) -> None:
+def test_few_rows_and_exact_ones_are_not_rounded_to_bf16(emulator: Unit, m: int, exact: bool) -> None:
     x, w = packed.activations(m, 64), packed.weights("q8_0", 40, 64)
     packed.product("q8_0", x, w, with_amx(), exact=exact)
     assert not emulator.products
 
 
-def test_quantised_weights_with_operand_epilogue_and_rows(emulator: Emulator) -> None:
+def test_quantised_weights_with_operand_epilogue_and_rows(emulator: Unit) -> None:
     packed.check_operand_epilogue_and_rows("q4_0", with_amx(), (40,))
-    assert not emulator.faults and emulator.products
+    assert emulator.products
 
 
 @pytest.mark.parametrize("sizes", [[140, 12], [0, 33, 90]], ids=str)
-def test_quantised_groups_of_rows(emulator: Emulator, sizes: list[int]) -> None:
+def test_quantised_groups_of_rows(emulator: Unit, sizes: list[int]) -> None:
     """Groups of any size, each with quantised weights of its own."""
     target, rng, rows, form = with_natives(with_amx(2)), np.random.default_rng(0), sum(sizes), FORMATS["q8_0"]
     g = rlx.Graph("groups")
@@ -370,7 +275,7 @@ def test_quantised_groups_of_rows(emulator: Emulator, sizes: list[int]) -> None:
     values = [None if b.writable else by_dtype[b.dtype.name] for b in step.kernel.buffers]
     (got,), status = kernel_runs.run(step.kernel, values, target)
     want = evaluate(g, given, {"w": blocks})[0][0]
-    assert status == 0 and not emulator.faults and emulator.products
+    assert status == 0 and emulator.products
     np.testing.assert_allclose(got.reshape(want.shape), want, atol=4e-3 * float(np.abs(want).max()))
 
 
@@ -389,14 +294,13 @@ def test_x_is_stored_as_the_unit_reads_it(rows: int, dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("shape", [(20, 40, 64), (50, 260, 576)], ids=str)
-def test_a_computed_left_operand_is_computed_as_tiles(emulator: Emulator, shape: tuple[int, int, int]) -> None:
+def test_a_computed_left_operand_is_computed_as_tiles(emulator: Unit, shape: tuple[int, int, int]) -> None:
     plain.check_computed(*shape, with_amx(2), KINDS["bf16"], batch=2)
-    assert not emulator.faults, emulator.faults[:3]
     assert emulator.products
 
 
 @pytest.mark.parametrize("least", [0, 99], ids=["the epilogue beside products", "after them"])
-def test_rows_past_the_limit_are_spared(emulator: Emulator, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_past_the_limit_are_spared(emulator: Unit, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those before it are as in a full run; tiles past it are not computed."""
     monkeypatch.setattr(matrix, "HEAVY", least)
     m, n, k, target = 75, 40, 64, with_amx(2)
@@ -411,4 +315,3 @@ def test_rows_past_the_limit_are_spared(emulator: Emulator, least: int, monkeypa
         assert np.isnan(got[rows + 31 :]).all(), "rows of other tiles were written"
     for rows, got in results.items():
         assert got[:rows].tobytes() == results[m][:rows].tobytes()
-    assert not emulator.faults, emulator.faults[:3]

@@ -113,7 +113,9 @@ def test_windows_of_every_dtype(shape: Shape, dtypes: plain.DTypes) -> None:
     plain.check_product(kernel, target)
     group = kernel.body[0].b.group  # type: ignore[union-attr]
     narrow = dtypes[0] != dtypes[2] if group == 1 else shape.inputs % group != 0
-    assert plan_of(kernel, target).stage_a == (narrow or shape.columns == 2)
+    found = plan_of(kernel, target)
+    if not found.matrix:  # the matrix unit reads whole steps: test_cpu_amx.py
+        assert found.stage_a == (narrow or shape.columns == 2)
 
 
 @pytest.mark.parametrize("shape", DEEP, ids=str)
