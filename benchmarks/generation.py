@@ -11,8 +11,8 @@ one. The other engines wait on a pipe, so that no idle worker spins. Times are m
 threads. It is measured just before and after each engine's turn, since it varies from second to second on shared machines. The
 share is the median over rounds of the turn's rate divided by the mean of those two. Decoding counts the stored bytes of every
 matrix (of experts: as many as a token takes) once, and the keys and values: f32 with f32 weights, else f16 (OpenVINO: its own
-choice). The multiply-add rate is that of one core. Files are written once, in --folder (5 GB). Peers that are not installed are
-omitted and listed.
+choice). The multiply-add rate is that of one core. Files are written once, in --folder (5 GB), those of q8_0 and q4_k
+by llama.cpp. Peers that are not installed, and formats without a file, are omitted and listed.
 """
 
 from __future__ import annotations
@@ -270,15 +270,17 @@ def main() -> None:
     if args.shape != "0.6b":
         args.engines = [e for e in args.engines if e != "OpenVINO"]
         args.formats = [f for f in args.formats if f not in ("f32", "bf16")]
+    lacking = [f for f in args.formats if args.shape == "0.6b" and not qwen_shape.can_write(args.folder, f)]
     engines = [e for e in args.engines if importlib.util.find_spec(ENGINES[e])]
     packages = {"llama.cpp": "llama-cpp-python", "OpenVINO": "openvino", "rlx": "llvmlite"}
     about = header(*(packages[e] for e in engines))
     about += "".join(f"; {e} is not installed" for e in args.engines if e not in engines)
+    about += "".join(f"; {f} is left out: llama.cpp, which writes its file, is not installed" for f in lacking)
     heads = ["format", "threads", "engine", "decode, tokens/s", "of read rate", "rlx is faster by", "prefill, ms", "of peak"]
     heads += ["rlx is faster by", "logits differ"]
     head = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     print(about, *head, sep="\n", flush=True)
-    lines = [line for form in args.formats for line in compare(form, engines, args)]
+    lines = [line for form in args.formats if form not in lacking for line in compare(form, engines, args)]
     if args.write:
         command = f"python benchmarks/generation.py --shape {args.shape} --threads {args.threads} --context {args.context}"
         append(f"Generation, {NAMES[args.shape]}, {time.strftime('%Y-%m-%d')}, `{command}`", about, [*head, *lines])

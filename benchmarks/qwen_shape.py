@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -70,9 +71,19 @@ def folder(root: Path) -> Path:
     return made
 
 
+def can_write(root: Path, kind: str) -> bool:
+    """Whether `gguf_file` has the file or can write it: quantised ones need llama.cpp."""
+    quantised = kind not in ("f32", "bf16")
+    return not quantised or _gguf(root, kind).exists() or importlib.util.find_spec("llama_cpp") is not None
+
+
+def _gguf(root: Path, kind: str) -> Path:
+    return root / f"model-{kind}.gguf"
+
+
 def gguf_file(root: Path, kind: str) -> Path:
     """The GGUF file with matrices of `kind` ("f32", "bf16", "q8_0", "q4_k"), written if it does not exist."""
-    path = root / f"model-{kind}.gguf"
+    path = _gguf(root, kind)
     if path.exists():
         return path
     root.mkdir(parents=True, exist_ok=True)

@@ -196,6 +196,12 @@ def test_any_number_of_threads(made):
         assert same(found.run({"x": X}), [want]) and found.program().target.threads == threads
 
 
+@pytest.mark.parametrize("threads", ["a", 0, 2.0])
+def test_a_thread_count_without_meaning(made, threads):
+    with pytest.raises(OptionError, match=f"threads is a whole number of at least 1, got {threads!r}"):
+        rlx.load(made[0], threads=threads)
+
+
 def test_it_loads_without_the_compiler_and_without_llvm(made):
     """In a process without a cache, in which llvmlite cannot be imported."""
     code = (

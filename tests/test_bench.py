@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import small_models
 
 import rlx
+from benchmarks import generation
 from rlx.cli import bench, show
 from rlx.cli.main import run
 
@@ -111,3 +113,14 @@ def test_errors(folder, tmp_path, capsys, args, code, said):
     names = {"EMPTY": tmp_path, "MODEL": folder}
     found, _, err = benched(capsys, *(str(names.get(a, a)) for a in args))
     assert found == code and said in " ".join(err.split())
+
+
+def test_a_benchmark_leaves_out_the_formats_whose_files_it_cannot_write(tmp_path, monkeypatch, capsys):
+    find, compared = importlib.util.find_spec, []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llama_cpp" else find(name))
+    monkeypatch.setattr(generation, "compare", lambda form, engines, args: compared.append(form) or [])
+    monkeypatch.setattr(sys, "argv", ["generation.py", "--formats", "bf16", "q8_0", "q4_k", "--folder", str(tmp_path)])
+    (tmp_path / "model-q4_k.gguf").touch()
+    generation.main()
+    assert compared == ["bf16", "q4_k"]
+    assert "q8_0 is left out: llama.cpp, which writes its file, is not installed" in capsys.readouterr().out

@@ -184,6 +184,14 @@ def test_in_a_process_of_its_own(folder):
     assert done.returncode == 0 and done.stderr == b"" and done.stdout.endswith(b"\n"), done
 
 
+@pytest.mark.parametrize(("args", "what"), [(["chat"], "a message"), (["generate"], "a prompt")])
+def test_input_without_an_end_is_refused(folder, args, what):
+    args = [sys.executable, "-m", "rlx", *args, str(folder[0]), *(["-"] if args == ["generate"] else [])]
+    with open("/dev/zero", "rb") as zeros:
+        done = subprocess.run(args, stdin=zeros, capture_output=True, check=False)
+    assert (done.returncode, done.stderr.decode()) == (1, f"rlx: {what} has less than 16 MiB; standard input has more\n")
+
+
 def test_ctrl_c_stops_the_answer_only(folder, monkeypatch, capfdbinary):
     shown, count = commands._show, []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rlx.frontends.language import LanguageModel
 
 ETX = 130  # exit code after Ctrl-C, as in shells
+MOST_BYTES = 1 << 24  # of a prompt or message from standard input: more than any context holds
 
 
 def generate(
@@ -66,7 +68,7 @@ def generate(
     transport = connect()  # with several ranks, only the first one prints
     first, text = transport.this_rank.index == 0, prompt
     if prompt == "-":
-        text = of_first(transport, standard_input().encode() if first else b"").decode()
+        text = of_first(transport, standard_input(bounded=True).encode() if first else b"").decode()
     with Bars() as bars:
         loaded = open_model(model, bars, capacity, cache, device, threads, tune, transport, **experts)
         answer = Generator(
@@ -201,7 +203,7 @@ def _message(terminal: bool) -> str | None:
             return None
     if terminal:
         print("> ", end="", file=sys.stderr, flush=True)
-    line = sys.stdin.buffer.readline()
+    line = _bounded(sys.stdin.buffer.readline, "a message")
     return _text(line).strip() if line else None
 
 
@@ -232,8 +234,16 @@ def _tell_experts(model: LanguageModel) -> None:
         print(f"rlx: {model.pool.report()}", file=sys.stderr)
 
 
-def standard_input() -> str:
-    return _text(sys.stdin.buffer.read())
+def standard_input(bounded: bool = False) -> str:
+    return _text(_bounded(sys.stdin.buffer.read, "a prompt") if bounded else sys.stdin.buffer.read())
+
+
+def _bounded(read: Callable[[int], bytes], what: str) -> bytes:
+    """OptionError: there is more than any context holds, as in a device that never ends."""
+    raw = read(MOST_BYTES)
+    if len(raw) == MOST_BYTES:
+        raise OptionError(f"{what} has less than {MOST_BYTES >> 20} MiB; standard input has more")
+    return raw
 
 
 def _text(raw: bytes) -> str:

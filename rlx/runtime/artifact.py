@@ -43,7 +43,7 @@ from rlx.runtime.stored import FORMAT, as_text, unpack
 
 from rlx.errors import (  # isort: skip
     BindingError, CompileError, CorruptFileError, DeviceUnavailableError, FormatError, ModelError, OutOfMemoryError, RlxError,
-    UnknownDeviceError, UnknownNameError, Unsupported, known,
+    UnknownDeviceError, UnknownNameError, Unsupported, known, whole,
 )  # fmt: skip
 
 @record
@@ -72,8 +72,8 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
         than this process may use. `trust`: run machine code that another user could have written. `verify`: compare the
         checksums of the weights too, which reads all of the file.
 
-        Raises ModelError (CorruptFileError, FormatError, UntrustedFileError), or DeviceUnavailableError: no program in the file
-        runs on this machine."""
+        Raises OptionError (`threads`), ModelError (CorruptFileError, FormatError, UntrustedFileError), or DeviceUnavailableError:
+        no program in the file runs on this machine."""
         self.path = Path(path)
         self._file = Container(path, trust)
         if verify:
@@ -88,7 +88,7 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise self._damaged(f"the manifest is incomplete: {e!r:.100}") from None
         self.device = self._own_device(rows[0].device) if device is None else Device.parse(device)
-        self._threads = threads
+        self._threads = None if threads is None else whole("threads", threads, 1)
         self._all, self._rows = rows, self._usable(rows)
         self._loaded: dict[str, CompiledGraph] = {}
         self._lock = Lock()
