@@ -8,7 +8,7 @@ import pickle
 import weakref
 from collections import defaultdict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -178,6 +178,20 @@ def test_static_values_that_python_takes_as_equal_are_told_apart() -> None:
     assert f.reasons == ["first call", "by is 1, was True", "by is 1.0, was True", "by is 0.0, was True", "by is -0.0, was True"]
 
 
+def test_static_values_inside_of_others_are_told_apart() -> None:
+    whole = lambda by: isinstance(next(iter(by)) if isinstance(by, frozenset) else by.scale, int)  # noqa: E731
+    f = rlx.jit(lambda x, by: x + float(whole(by)), static="by")
+    given = frozenset({2}), frozenset({2.0}), Scaling(2), Scaling(2.0), Scaling(2, "other")
+    assert [f(A * 0, by)[1] for by in given] == [1, 0, 1, 0, 1]
+    assert len(f.reasons) == 4, "what is not compared makes no difference"
+
+
+@dataclass(frozen=True)
+class Scaling:
+    scale: float
+    label: str = field(default="one", compare=False)
+
+
 @rlx.jit
 def scaled(x: Any, how: str = "twice", by: float = 3.0) -> Any:
     return x * 2.0 if how == "twice" else x * by
@@ -188,6 +202,15 @@ def test_a_default_that_is_no_array_is_static() -> None:
     np.testing.assert_array_equal(scaled(A, by=4.0), A * 2)
     with pytest.raises(BindingError, match="make it static"):
         scaled(A, "thrice")
+
+
+def test_a_default_that_has_no_hash_is_static() -> None:
+    def f(x: Any, names: Any = ["a", "b"], times: Any = 1) -> Any:  # noqa: B006
+        return x * float(len(names) * times)
+
+    made = rlx.jit(f, static="times")
+    assert made(A)[1] == 2 and made(A)[1] == 2 and made.reasons == ["first call"]
+    assert made(A, [], 2)[1] == 0 and made.reasons[1] == "times is 2, was 1; arguments of another structure: names"
 
 
 def test_functions_are_copied_and_pickled_by_name() -> None:

@@ -185,10 +185,15 @@ def test_the_name_of_a_graph_is_text() -> None:
 
 
 def test_sizes_that_no_constant_has_are_refused() -> None:
-    for ask in (lambda: rlx.arange(0, 9, 0), lambda: rlx.linspace(0, 1, -1), lambda: rlx.eye(-1)):
-        with pytest.raises(rlx.errors.AttributeValueError):
+    nan: Any = float("nan")
+    for ask in (
+        lambda: rlx.arange(0, 9, 0), lambda: rlx.arange(nan), lambda: rlx.arange(0, 9, nan), lambda: rlx.arange(None),  # type: ignore[arg-type]
+        lambda: rlx.linspace(0, 1, -1), lambda: rlx.linspace(0, 1, nan), lambda: rlx.linspace(0, "1", 3),  # type: ignore[arg-type]
+        lambda: rlx.eye(-1), lambda: rlx.eye(2.5), lambda: rlx.eye(2, "3"), lambda: rlx.eye(2, 3, nan),  # type: ignore[arg-type]
+    ):  # fmt: skip
+        with pytest.raises(rlx.errors.AttributeValueError, match="got"):
             ask()
-    for ask in (lambda: rlx.arange(0, 1e12, 0.5), lambda: rlx.linspace(0, 1, 1 << 40)):
+    for ask in (lambda: rlx.arange(0, 1e12, 0.5), lambda: rlx.linspace(0, 1, 1 << 40), lambda: rlx.eye(1 << 20)):
         with pytest.raises(rlx.errors.ShapeError, match="check the sizes"):
             ask()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial, update_wrapper
 from itertools import zip_longest
 from typing import Any, NamedTuple, overload
@@ -34,6 +35,7 @@ from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.session import Session, with_more
 
 Function = Callable[..., Any]
+DEFAULT = object()  # stands for the value of a parameter that was not given
 REMEMBERED = 64  # compiled functions of a Jitted; the oldest is dropped first
 
 
@@ -148,7 +150,7 @@ class Jitted:
             if name in self.static:
                 static.append((name, _hashable(name, given), _exact(given)))
             elif name in self._fixed and given is self._fixed[name]:
-                static.append((name, given, id(given)))
+                static.append((name, DEFAULT, None))  # which may have no hash
             else:
                 trees.append((name, flatten(given, leaves, lambda x: isinstance(x, (Value, Shape)))))
         arrays = [x if isinstance(x, Value) else _array(x, self.name) for x in leaves]
@@ -221,7 +223,7 @@ class Jitted:
         graph = Graph(self.name)
         names = _unique([path for name, tree in signature.trees for path in tree.paths(name)])
         values = [graph.input(name, dims, dtype) for name, (dtype, dims) in zip(names, signature.leaves)]
-        given, at = {name: x for name, x, _ in signature.static}, 0
+        given, at = {name: self._fixed[name] if x is DEFAULT else x for name, x, _ in signature.static}, 0
         for name, tree in signature.trees:
             given[name] = tree.build(values[at : at + tree.leaves])
             at += tree.leaves
@@ -271,13 +273,13 @@ class Jitted:
 
 
 def _differences(old: Signature, new: Signature) -> Iterable[str]:
-    for (name, a, exactly), (_, b, now) in zip(old.static, new.static):
-        if a != b or exactly != now:
-            yield f"{name} is {b!r}, was {a!r}"
+    was = {n: rest for n, *rest in old.static}
+    yield from (f"{n} is {now[0]!r}, was {was[n][0]!r}" for n, *now in new.static if n in was and was[n] != now)
     yield from (f"{name} is {b}, was {a}" for (name, a), (_, b) in zip(old.binding, new.binding) if a != b)
     names = [path for name, tree in new.trees for path in tree.paths(name)]
     if old.trees != new.trees:
-        yield "arguments of another structure: " + ", ".join(n for (n, a), (_, b) in zip(old.trees, new.trees) if a != b)
+        before, now = dict(old.trees), dict(new.trees)
+        yield "arguments of another structure: " + ", ".join(n for n in before | now if before.get(n) != now.get(n))
         return
     for name, a, b in zip_longest(names, old.leaves, new.leaves):
         if a != b:
@@ -304,9 +306,13 @@ def _hashable(name: str, x: Any) -> Any:
 
 
 def _exact(x: Any) -> Any:
-    """Tells static values apart that Python takes as equal: 1, 1.0 and True, 0.0 and -0.0."""
+    """Tells static values apart that Python takes as equal: 1, 1.0 and True, 0.0 and -0.0, also inside of others."""
     if isinstance(x, tuple):
         return (type(x), *map(_exact, x))
+    if isinstance(x, frozenset):
+        return frozenset(map(_exact, x))
+    if is_dataclass(x) and not isinstance(x, type):
+        return (type(x), *(_exact(getattr(x, f.name)) for f in fields(x) if f.compare))
     return (type(x), repr(x)) if isinstance(x, (float, complex)) else type(x)
 
 

@@ -57,8 +57,8 @@ def arange(start: float | str | Dim, stop: float | None = None, step: float = 1,
     if isinstance(start, (str, Dim)):
         return ops.iota(dims=start, dtype=dtype or i64)
     first, end = (0, start) if stop is None else (start, stop)
-    if not step:
-        raise AttributeValueError("the step of arange is not 0")
+    if not all(isinstance(n, (int, float, np.number)) and n == n for n in (first, end, step)) or not step:
+        raise AttributeValueError(f"arange takes numbers, and a step that is not 0; got {first!r}, {end!r} and {step!r}")
     whole = all(isinstance(n, (int, np.integer)) for n in (first, end, step))
     dtype = dtype or (i64 if whole else f32)
     if whole and first == 0 and step == 1 and end > 0:
@@ -70,18 +70,25 @@ def arange(start: float | str | Dim, stop: float | None = None, step: float = 1,
 @function
 def linspace(start: float, stop: float, num: int = 50, endpoint: bool = True, dtype: DType | str = f32) -> Value:
     """`num` numbers at equal distances from start to stop (without stop: `endpoint=False`)."""
-    if num < 0:
-        raise AttributeValueError(f"linspace gives 0 numbers or more, got {num}")
-    computed("linspace", num)
-    return constant(np.linspace(start, stop, num, endpoint), dtype)
+    if not all(isinstance(n, (int, float, np.number)) for n in (start, stop)):
+        raise AttributeValueError(f"linspace takes numbers, got {start!r} and {stop!r}")
+    computed("linspace", size := _whole("num of linspace", num))
+    return constant(np.linspace(start, stop, size, endpoint), dtype)
 
 
 @function
 def eye(rows: int, columns: int | None = None, k: int = 0, dtype: DType | str = f32) -> Value:
     """Ones on diagonal k, zeros elsewhere."""
-    if rows < 0 or (columns or 0) < 0:
-        raise AttributeValueError(f"eye has 0 rows and columns or more, got {rows} and {columns}")
-    return constant(np.eye(rows, columns, k), dtype)
+    height = _whole("rows of eye", rows)
+    width = height if columns is None else _whole("columns of eye", columns)
+    computed("eye", height * width)
+    return constant(np.eye(height, width, _whole("k of eye", k, -math.inf)), dtype)
+
+
+def _whole(label: str, n: object, least: float = 0) -> int:
+    if not hasattr(n, "__index__") or (found := int(n)) < least:  # type: ignore[call-overload]
+        raise AttributeValueError(f"{label} is a whole number{'' if least else ' of at least 0'}, got {n!r}")
+    return found
 
 
 # -- shape ---------------------------------------------------------------------------------------------------------
