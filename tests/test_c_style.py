@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-from c_backend import compile_kernels, compiler
+from c_backend import Code, compile_kernels, compiler
 from test_ref_backend import extremes_kernel, sort_kernel
 
 from rlx.backends.ref.interpret import run_kernel
@@ -30,11 +31,20 @@ HELD = [d for d in DTYPES.values() if d.kind != "c"]
 FLOATS, INTS = [d for d in HELD if d.is_float], [d for d in HELD if d.is_int]
 
 
+_codes: dict[str, Code] = {}  # by kernel_key
+
+
+def in_one_file(*kernels: Kernel) -> None:
+    """Compile all of them: starting the compiler takes longer than most kernels."""
+    if missing := {key: kernel for kernel in kernels if (key := kernel_key(kernel)) not in _codes}:
+        _codes.update(zip(missing, compile_kernels(list(missing.items()))))
+
+
 def run_c(kernel: Kernel, *arrays: np.ndarray) -> int:
     """The kernel as C on these arrays, which it changes; the status."""
-    (code,) = compile_kernels([(kernel_key(kernel), kernel)])
+    in_one_file(kernel)
     status = ctypes.c_int32(0)
-    code.function((ctypes.c_void_p * len(arrays))(*(a.ctypes.data for a in arrays)), ctypes.byref(status))
+    _codes[kernel_key(kernel)].function((ctypes.c_void_p * len(arrays))(*(a.ctypes.data for a in arrays)), ctypes.byref(status))
     return status.value
 
 
@@ -122,15 +132,17 @@ def test_exact_operations(dtype):
 @pytest.mark.parametrize("dtype", INTS, ids=str)
 def test_shifts_by_any_number(dtype):
     a, _ = pairs(dtype)
-    for by in (0, 1, dtype.bits - 1, dtype.bits, dtype.bits + 1, 100, -1):
-        value = const(by if dtype.kind == "i" else by % (1 << dtype.bits), dtype)
-        found = [np.zeros(a.size, dtype.numpy), np.zeros(a.size, dtype.numpy)]
-        run_c(pointwise([lambda x: k.shl(x, value), lambda x: k.shr(x, value)], [dtype, dtype], (dtype,), a.size), a, *found)  # noqa: B023
-        wide = [int(x) for x in a]
+    numbers = (0, 1, dtype.bits - 1, dtype.bits, dtype.bits + 1, 100, -1)
+    values = [const(by if dtype.kind == "i" else by % (1 << dtype.bits), dtype) for by in numbers]
+    shifts = [lambda x, value=value, shift=shift: shift(x, value) for value in values for shift in (k.shl, k.shr)]
+    found = [np.zeros(a.size, dtype.numpy) for _ in shifts]
+    run_c(pointwise(shifts, [dtype] * len(shifts), (dtype,), a.size), a, *found)
+    wide = [int(x) for x in a]
+    for by, *both in zip(numbers, found[::2], found[1::2], strict=True):
         gone = not 0 <= by < dtype.bits
         left = [0 if gone else x << by for x in wide]
         right = [(-1 if x < 0 else 0) if gone else x >> by for x in wide]
-        for got, expected in zip(found, (left, right)):
+        for got, expected in zip(both, (left, right)):
             raw = np.array([x % (1 << dtype.bits) for x in expected], f"u{dtype.itemsize}")
             np.testing.assert_array_equal(got, raw.view(dtype.numpy), err_msg=f"by {by}")
 
@@ -151,14 +163,11 @@ def test_bits_are_kept_by_bitcast(dtype):
             a = a[~np.isnan(a)]  # any NaN is as good as another
     to = as_dtype(f"u{dtype.bits}")
     there = pointwise([lambda x: k.bitcast(k.cast(x, dtype), dtype=to)], [to], (dtype,), a.size)
+    back = pointwise([lambda x: k.bitcast(x, dtype=dtype)], [dtype], (to,), a.size)
+    in_one_file(there, back)
     raw = check(there, a, np.zeros(a.size, to.numpy))[1]
     assert dtype.kind == "b" or raw.tobytes() == a.tobytes()
-    check(
-        pointwise([lambda x: k.bitcast(x, dtype=dtype)], [dtype], (to,), a.size),
-        raw,
-        np.zeros(a.size, dtype.numpy),
-        want=[raw, a],
-    )
+    check(back, raw, np.zeros(a.size, dtype.numpy), want=[raw, a])
 
 
 @pytest.mark.parametrize("dtype", [f32, f64], ids=str)
@@ -227,16 +236,27 @@ def test_carried_values_change_at_once_and_after_the_totals():
     assert check(Kernel("fibonacci", (out,), (), (), (loop, *stores)), np.zeros(4))[0].tolist() == [55, 89, 88, 34]
 
 
-@pytest.mark.parametrize("op", ["add", "mul", "max", "min", "and", "or"])
-@pytest.mark.parametrize("dtype", [f32, f64, f16, i8, i64, u8, bool_], ids=str)
-def test_reductions_start_from_their_identity(op, dtype):
-    if op in ("and", "or") and dtype.is_float:
-        return
+def reduction(dtype: DType, op: str, extent: int) -> Kernel:
+    """Five reductions of so many numbers each."""
     x, out, g, i, r = Buffer("x", dtype, 15), Buffer("out", dtype, 5, True), Var("g"), Var("i"), Var("r", dtype.compute)
+    loop = Loop(i, extent, (), vector=True, reduces=(Reduce(r, op, Load(x, linear([(g, 3), (i, 1)]))),))
+    return Kernel("reduce", (x, out), (), ((g, 5),), (loop, Store(out, g, r)))
+
+
+REDUCED = [
+    (dtype, op)
+    for dtype in (f32, f64, f16, i8, i64, u8, bool_)
+    for op in ("add", "mul", "max", "min", "and", "or")
+    if not (op in ("and", "or") and dtype.is_float)
+]
+
+
+@pytest.mark.parametrize(("dtype", "op"), REDUCED, ids=str)
+def test_reductions_start_from_their_identity(dtype, op):
+    in_one_file(*(reduction(*each, extent) for each in REDUCED for extent in (0, 3)))
     values = np.random.default_rng(0).integers(0, 3, 15)
     for extent in (0, 3):
-        loop = Loop(i, extent, (), vector=True, reduces=(Reduce(r, op, Load(x, linear([(g, 3), (i, 1)]))),))
-        check(Kernel("reduce", (x, out), (), ((g, 5),), (loop, Store(out, g, r))), values, np.zeros(5))
+        check(reduction(dtype, op, extent), values, np.zeros(5))
 
 
 def test_guards_checks_locals_and_lets():
@@ -325,12 +345,17 @@ def contraction(m: int, n: int, depth: int, dtypes: tuple[DType, DType, DType], 
     return Kernel("c", (a, b, bias, count, out), (row,) if rows else (), ((g, 2),), (body,), limits=limits)
 
 
+PRODUCTS = [(f32, f32, f32), (bf16, bf16, f32), (u8, i8, i32), (f64, f64, f64)]
+
+
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("panel", [0, 3])
-@pytest.mark.parametrize("dtypes", [(f32, f32, f32), (bf16, bf16, f32), (u8, i8, i32), (f64, f64, f64)], ids=str)
+@pytest.mark.parametrize("dtypes", PRODUCTS, ids=str)
 def test_contractions_become_loops(dtypes, panel, rows):
     """Whole numbers, whose sums are exact in any order."""
-    for m, n, depth, count in ((3, 7, 5, 3), (4, 1, 2, 2), (2, 3, 0, 9), (1, 6, 1, 0)):
+    sizes = (3, 7, 5), (4, 1, 2), (2, 3, 0), (1, 6, 1)
+    in_one_file(*(contraction(*size, *how) for size in sizes for how in product(PRODUCTS, (0, 3), (False, True))))
+    for (m, n, depth), count in zip(sizes, (3, 2, 9, 0), strict=True):
         kernel = contraction(m, n, depth, dtypes, panel, rows)
         rng = np.random.default_rng(m)
         values = [rng.integers(0, 9, b.size) for b in kernel.buffers]
