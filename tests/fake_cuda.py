@@ -16,6 +16,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import lru_cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -388,7 +389,7 @@ class FakeDriver:
     def _group(self, kernels: Sequence[Kernel], values: list[int]) -> None:
         for kernel in kernels:
             tiered = 2 * of_groups(kernel)
-            count = len(kernel.buffers) + tiered + may_fail(kernel) + 1
+            count = len(kernel.buffers) + tiered + fails(kernel) + 1
             self._kernel(kernel, values[:count], *values[len(kernel.buffers) :][:tiered])
             values = values[count:]
 
@@ -447,6 +448,9 @@ class FakeDriver:
     def rlx_copy(self, to: int, source: int, nbytes: int, halt: int) -> None:
         if not words(halt, 1, np.int32)[0]:
             ctypes.memmove(to, source, nbytes)
+
+
+fails = lru_cache(1024)(may_fail)  # asked again at every launch
 
 
 def experts_of(kernel: Kernel) -> int:
