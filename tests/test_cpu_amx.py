@@ -34,7 +34,7 @@ from rlx.host.processor import machine_of
 from rlx.ir.blocks import FORMATS
 from rlx.ir.dtype import DType, bf16, f32, i8, i32, u8
 from rlx.ir.evaluate import evaluate
-from rlx.ir.kernel import Buffer, Load, Store, k
+from rlx.ir.kernel import Buffer, Load, Operand, Store, k
 from rlx.ir.target import Target
 
 HOST = [f for f in machine_of(TARGETS["host"])[2].replace("+", "").split(",") if "amx" not in f]
@@ -103,8 +103,51 @@ def test_bytes_are_rounded_and_read_again(emulator: Unit, least: int, monkeypatc
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(7, 40, 64), (20, 40, 65), (20, 40, 76), (20, 40, 0)], ids=str)
-def test_few_rows_and_odd_depths_go_without(emulator: Unit, shape: tuple[int, int, int], kind: str) -> None:
+@pytest.mark.parametrize("a", ["rows", "padded", "columns", "every other"])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(8, 32, 31), (17, 97, 65), (33, 300, 770), (100, 50, 385), (50, 40, 1678), (40, 70, 77)])
+def test_any_depth(emulator: Unit, shape: tuple[int, int, int], threads: int, a: str, kind: str) -> None:
+    """One block of sums and several; k in parts; a last step of one group, of whole ones, and with a part of a group."""
+    target = with_amx(threads)
+    panel, group = target.panel(kind)
+    plain.check_product(plain.product(*shape, a=a, dtypes=KINDS[kind], panel=panel, group=group), target)
+    assert emulator.products and emulator.released
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("b", ["rows", "columns", "padded"])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(8, 16, 31), (17, 97, 64), (33, 70, 385), (150, 50, 770), (50, 40, 1664), (20, 300, 76)])
+def test_a_right_operand_made_in_the_run(
+    emulator: Unit, shape: tuple[int, int, int], threads: int, b: str, kind: str
+) -> None:
+    target = with_amx(threads)
+    plain.check_product(plain.product(*shape, b=b, dtypes=KINDS[kind]), target)
+    assert emulator.products and emulator.released
+
+
+@pytest.mark.parametrize("a", ["rows", "padded"])
+@pytest.mark.parametrize("shape", [(33, 70, 385), (33, 70, 386), (40, 300, 770), (16, 40, 41)], ids=str)
+def test_what_lies_behind_a_row_does_not_come_in(emulator: Unit, shape: tuple[int, int, int], a: str) -> None:
+    """Rows of NaN beside others, NaN between rows, and a first row of every panel but the first that is infinite."""
+    m, n, depth, target = *shape, with_amx()
+    panel, group = target.panel("bf16")
+    kernel = plain.product(*shape, a=a, dtypes=KINDS["bf16"], panel=panel, group=group)
+    (c,) = kernel.body
+    assert isinstance(c.a, Operand) and isinstance(c.b, Operand)
+    left = np.full(c.a.buffer.size, np.nan, bf16.numpy)
+    inside = np.add.outer(c.a.row_stride * np.arange(0, m, 2), np.arange(depth))
+    left[inside] = plain.numbers(inside.shape, bf16, 0)
+    right = plain.numbers(c.b.buffer.size, bf16, 1).reshape(-1, -(-depth // group), panel, group)
+    right[1:, 0], right[:, depth // group :, :, depth % group :] = np.inf, 0
+    got = plain.run(kernel, target, {"a": left, "b": right.reshape(-1)})["c"].reshape(m, n)
+    assert np.isfinite(got[::2, :panel]).all() and np.isnan(got[1::2]).all() and not np.isfinite(got[:, panel:]).any()
+    assert emulator.products
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(7, 40, 64), (7, 40, 65), (20, 40, 9), (20, 40, 0)], ids=str)
+def test_few_rows_and_small_depths_go_without(emulator: Unit, shape: tuple[int, int, int], kind: str) -> None:
     target = with_amx()
     panel, group = target.panel(kind)
     plain.check_product(plain.product(*shape, dtypes=KINDS[kind], panel=panel, group=group), target)
@@ -123,6 +166,13 @@ def test_emulated_attention(emulator: Unit, shape: tuple[int, ...], how: dict[st
 @pytest.mark.parametrize("shape", [(1, 7, 7, 64, 70, 3, 3), (2, 5, 9, 32, 33, 1, 2, 2), (1, 4, 12, 16, 64, 2, 2, 1, 2)], ids=str)
 def test_windows_of_an_image(emulator: Unit, shape: tuple[int, ...], kind: str) -> None:
     """Rows and columns in levels are copied as tiles, whatever rows of the image they come from."""
+    plain.check_product(windows.convolution(windows.Shape(*shape), with_amx(), KINDS[kind]), with_amx())
+    assert emulator.products and emulator.released
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 7, 7, 9, 70, 3, 3), (2, 5, 9, 33, 33, 1, 2, 2), (1, 4, 12, 19, 64, 2, 2, 1, 2)], ids=str)
+def test_windows_of_any_number_of_channels(emulator: Unit, shape: tuple[int, ...], kind: str) -> None:
     plain.check_product(windows.convolution(windows.Shape(*shape), with_amx(), KINDS[kind]), with_amx())
     assert emulator.products and emulator.released
 
@@ -181,16 +231,17 @@ def test_the_knob_leaves_the_unit_alone() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[5, 9, 16, 0, 17, 33, 1], [0, 70], [140, 12]], ids=str)
+@pytest.mark.parametrize("depth", [64, 70, 83])
 @pytest.mark.parametrize("least", [0, 99], ids=["the epilogue beside products", "after them"])
-def test_groups_of_rows(emulator: Unit, sizes: list[int], least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_rows(emulator: Unit, sizes: list[int], depth: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of a group are one block or two high, with undefined rows at the end."""
     monkeypatch.setattr(matrix, "HEAVY", least)
     target, rng, rows = with_natives(with_amx(2)), np.random.default_rng(0), sum(sizes)
     g = rlx.Graph("groups")
-    x, order, ends = g.input("x", (rows, 64), bf16), g.input("order", (rows,), i32), g.input("ends", (len(sizes),), i32)
-    w = g.param("w", (len(sizes), 64, 72), bf16)
+    x, order, ends = g.input("x", (rows, depth), bf16), g.input("order", (rows,), i32), g.input("ends", (len(sizes),), i32)
+    w = g.param("w", (len(sizes), depth, 72), bf16)
     g.set_outputs([rlx.segment_matmul(rlx.gather(x, order), w, ends).astype(f32)])
-    given = {"x": rng.standard_normal((rows, 64)), "order": rng.permutation(rows), "ends": np.cumsum(sizes)}
+    given = {"x": rng.standard_normal((rows, depth)), "order": rng.permutation(rows), "ends": np.cumsum(sizes)}
     given = {v.node.name: given[v.node.name].astype(v.dtype.numpy) for v in g.inputs}
     weights = rng.standard_normal(w.shape.static).astype(bf16.numpy)
     found = lower(g, target, rlx.CompileOptions())
@@ -293,19 +344,20 @@ def test_x_is_stored_as_the_unit_reads_it(rows: int, dtype: DType) -> None:
     assert all({b.dtype for b in k.buffers} == {dtype, u8, f32} for k in products)
 
 
-@pytest.mark.parametrize("shape", [(20, 40, 64), (50, 260, 576)], ids=str)
+@pytest.mark.parametrize("shape", [(20, 40, 64), (50, 260, 576), (20, 40, 71), (50, 260, 602)], ids=str)
 def test_a_computed_left_operand_is_computed_as_tiles(emulator: Unit, shape: tuple[int, int, int]) -> None:
     plain.check_computed(*shape, with_amx(2), KINDS["bf16"], batch=2)
     assert emulator.products
 
 
 @pytest.mark.parametrize("least", [0, 99], ids=["the epilogue beside products", "after them"])
-def test_rows_past_the_limit_are_spared(emulator: Unit, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("k", [64, 71])
+def test_rows_past_the_limit_are_spared(emulator: Unit, k: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those before it are as in a full run; tiles past it are not computed."""
     monkeypatch.setattr(matrix, "HEAVY", least)
-    m, n, k, target = 75, 40, 64, with_amx(2)
+    m, n, target = 75, 40, with_amx(2)
     x, t = np.random.default_rng(0).standard_normal((m, k)).astype("f4"), np.zeros(k, "f4")
-    w = plain.numbers(64 * k, bf16, 1)
+    w = plain.numbers(64 * (k + k % 2), bf16, 1)
     given = {"x": x, "at": np.arange(m, dtype=np.int32), "t": t, "w": w, "u": np.zeros(n, "f4")}
     kernel = plain.computed_kernel(m, n, k, KINDS["bf16"], panel=32, group=2, limit=True)
     results = {}

@@ -318,6 +318,32 @@ def group_of(dtypes: str, target: Target) -> int:
 
 
 @pytest.mark.parametrize("cpu", TARGETS)
+@pytest.mark.parametrize("b", ["rows", "padded", "columns"])
+@pytest.mark.parametrize("dtypes", [(bf16, bf16, f32), (u8, i8, i32)], ids=str)
+@pytest.mark.parametrize("shape", [(8, 16, 4), (9, 47, 33), (40, 97, 70), (33, 130, 385)], ids=str)
+def test_operands_of_the_run_in_groups(shape: tuple[int, int, int], dtypes: DTypes, b: str, cpu: str) -> None:
+    """A task interleaves rows of each panel, or groups of columns, for the instruction that sums them, where there is one."""
+    target, kernel = TARGETS[cpu], product(*shape, b=b, dtypes=dtypes)
+    check_product(kernel, target)
+    name = "bf16" if dtypes[0] == bf16 else "u8 i8"
+    found = plan(kernel, kernel.body[0], target)  # type: ignore[arg-type]
+    assert found.group == (group_of(name, target) if target.vector_bytes == 64 else 1)
+
+
+@pytest.mark.parametrize("cpu", TARGETS)
+@pytest.mark.parametrize("b", ["rows", "columns"])
+def test_nan_behind_the_depth_of_an_operand_of_the_run(b: str, cpu: str) -> None:
+    """An odd depth: the first elements of the next row, or of the next column, are not read."""
+    (m, n, k), target = (16, 20, 33), TARGETS[cpu]
+    kernel = product(m, n, k, b=b, dtypes=(bf16, bf16, f32))
+    left, right = numbers((m, k), bf16, 0), numbers((k, n), bf16, 1)
+    left[1::2] = right[:, 1::2] = np.nan
+    flat = right if b == "rows" else right.T
+    got = run(kernel, target, {"a": left.ravel(), "b": np.ascontiguousarray(flat).ravel()})["c"].reshape(m, n)
+    assert (np.isfinite(got) == (np.add.outer(np.arange(m) % 2, np.arange(n) % 2) == 0)).all()
+
+
+@pytest.mark.parametrize("cpu", TARGETS)
 @pytest.mark.parametrize("shape", [(8, 48, 2), (1, 50, 70), (3, 20, 6), (21, 97, 64), (140, 49, 96), (9, 30, 33)], ids=str)
 @pytest.mark.parametrize("a", ["rows", "padded", "columns", "every other"])
 def test_pairs_of_bf16(shape: tuple[int, int, int], a: str, cpu: str) -> None:

@@ -29,7 +29,6 @@ class Declared(NamedTuple):
         return f"{self.name} {self.shape}"
 
 
-
 Adopt = Callable[[object], DeviceArray | None]  # Executable.adopt
 
 

@@ -112,7 +112,7 @@ def dot_call(width: int, target: Target | None = None, steps: int = 20_000) -> t
     if width == 1:
         return fma_call(target, steps)
     e = Emitter()
-    if amx.usable(target.features, width, amx.SIDE * width):
+    if amx.multiplies(target.features, width):
         amx.configure(e, V("%args", "ptr"), 2 * amx.SIDE)
         place, products = V("%args", "ptr"), amx.FEATURES[width][1]
         for tile in range(8):

@@ -8,7 +8,7 @@ height and `release` clears it; until then the system saves it at every context 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rlx.backends.cpu.kernels.tile import Layout, prefetch
 from rlx.host.emit import Emitter, V
@@ -22,17 +22,16 @@ L1 = 48 << 10  # bytes; every processor with AMX so far has this L1 cache of dat
 SUMS, A, B = ((0, 1), (2, 3)), (4, 5), (6, 7)  # registers
 
 
+def multiplies(features: tuple[str, ...], group: int) -> bool:
+    """Whether a target with these features has AMX for groups of this size."""
+    return group in FEATURES and {"amx-tile", FEATURES[group][0]} <= set(features)
+
+
 def step_of(features: tuple[str, ...], group: int, depth: int) -> int:
     """Groups of this size that an instruction sums on a target with these features, at least LEAST_STEP: the depth is whole
     steps. 0: there is no such step, or no AMX."""
-    has = group in FEATURES and {"amx-tile", FEATURES[group][0]} <= set(features)
-    whole = has and depth > 0 and depth % group == 0
+    whole = multiplies(features, group) and depth > 0 and depth % group == 0
     return next((n for n in range(SIDE, LEAST_STEP - 1, -1) if whole and depth // group % n == 0), 0)
-
-
-def usable(features: tuple[str, ...], group: int, depth: int) -> bool:
-    """Whether AMX can multiply groups of this size over this depth in full steps on a target with these features."""
-    return step_of(features, group, depth) == SIDE
 
 
 def configure(e: Emitter, at: V, rows: int, step: int = SIDE) -> None:
@@ -50,19 +49,8 @@ def release(e: Emitter) -> None:
     do(e, "tilerelease")
 
 
-def blocks_function(
-    e: Emitter, a: V, b: V, sums: V, k: int | V, kept: V | None = None, ahead: V | None = None, *,
-    rows: int, vectors: int, group: int, from_a: Layout, from_b: Layout, step_a: int = 0, pitch: int = 0, share: int = 0,
-    streamed: str = "", beside: Callable[[V], None] | None = None, first: V | None = None, step: int = SIDE,
-) -> None:  # fmt: skip
-    """sums[rows][vectors * SIDE] = a[rows, k] @ b[k, vectors * SIDE], k counted in groups, a multiple of `step`. `kept`: whether
-    the previous sums are added (None: never). The unit is configured for this height and step. `step_a`: bytes from a step of a
-    to the next, if they are not in a row. `pitch`: distance of rows of sums, if it is not their length. `ahead`: where `share`
-    bytes per step are prefetched from. `streamed`: "a" or "b", which need not stay in the L1 cache. `beside`: emits
-    other work of the step at an index, done while the unit multiplies. `first`: the column of a at which k begins, if a's columns
-    lie in levels."""
-    above, across, pitch = range(-(-rows // SIDE)), range(vectors), pitch or SIDE * vectors
-    strides = tuple(e.i64(layout.byte(1, 0)) for layout in (from_a, from_b))
+def begin_sums(e: Emitter, sums: V, above: range, across: range, pitch: int, kept: V | None) -> dict[int, V]:
+    """Registers of sums with their places in memory: zero, or where `kept` as they are there."""
     places = {SUMS[i][j]: e.gep(sums, 4 * SIDE * (i * pitch + j)) for i in above for j in across}
     for tile in places:
         do(e, "tilezero", tile)
@@ -70,17 +58,37 @@ def blocks_function(
         with e.when(kept):
             for tile, place in places.items():
                 do(e, "tileloadd64", tile, place, e.i64(4 * pitch))
-    fetched = [ahead] if ahead else []
+    return places
+
+
+def blocks_function(
+    e: Emitter, a: V, b: V, sums: V, k: int | V, kept: V | None = None, ahead: V | None = None, *,
+    rows: int, vectors: int, group: int, from_a: Layout, from_b: Layout, step_a: int = 0, pitch: int = 0, share: int = 0,
+    streamed: str = "", beside: Callable[[V], None] | None = None, first: V | None = None, step: int = SIDE,
+    rest: Sequence[V] = (),
+) -> None:  # fmt: skip
+    """sums[rows][vectors * SIDE] = a[rows, k] @ b[k, vectors * SIDE], k counted in groups, a multiple of `step`. `kept`: whether
+    the previous sums are added (None: never). The unit is configured for this height and step. `step_a`: bytes from a step of a
+    to the next, if they are not in a row. `pitch`: distance of rows of sums, if it is not their length. `ahead`: where `share`
+    bytes per step are prefetched from. `streamed`: "a" or "b", which need not stay in the L1 cache. `beside`: emits
+    other work of the step at an index, done while the unit multiplies. `first`: the column of a at which k begins, if a's columns
+    lie in levels. `rest`: whether the last step of b is read from a copy, and that, with zeros behind k; a has zeros there too.
+    What else lies there, in either operand, may be infinite or NaN."""
+    above, across, pitch = range(-(-rows // SIDE)), range(vectors), pitch or SIDE * vectors
+    places = begin_sums(e, sums, above, across, pitch, kept)
     loads = ["tileloaddt164" if streamed == x else "tileloadd64" for x in "ab"]
-    with e.loop(0, k, step, carried=[a, b, *fetched]) as loop:
-        at_a, at_b, *now = loop.carried
-        after = at_a if first else e.gep(at_a, step_a or from_a.byte(0, step))
+    with e.loop(0, k, step, carried=[a, b, *([ahead] if ahead else [])]) as loop:
+        at, at_b, *now = loop.carried
+        after = at if first else e.gep(at, step_a or from_a.byte(0, step))
         loop.next = [after, from_b.at(e, at_b, step), *prefetch(e, now, share)]
-        at_a = from_a.at(e, at_a, 0, e.bin("add", first, loop.index)) if first else at_a
+        at = from_a.at(e, at, 0, e.bin("add", first, loop.index)) if first else at
+        if rest:
+            last = e.bin("and", rest[0], e.cmp("sge", e.bin("add", loop.index, step), e.i64(k)))
+            at_b = e.select(last, rest[1], at_b)
         for i in above:
-            do(e, loads[0], A[i], from_a.at(e, at_a, SIDE * i), strides[0])
+            do(e, loads[0], A[i], from_a.at(e, at, SIDE * i), e.i64(from_a.byte(1, 0)))
         for j in across:
-            do(e, loads[1], B[j], from_b.at(e, at_b, 0, SIDE * j), strides[1])
+            do(e, loads[1], B[j], from_b.at(e, at_b, 0, SIDE * j), e.i64(from_b.byte(1, 0)))
             for i in above:
                 do(e, FEATURES[group][1], SUMS[i][j], A[i], B[j])
         if beside:

@@ -18,8 +18,9 @@ from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.attention_items import Attention
 from rlx.backends.cpu.kernels.attention_parts import F32, Mask, across_lines, finite_or_zero, highest, lanes_of, masked
 from rlx.backends.cpu.kernels.attention_vectors import NARROW_ROWS
+from rlx.backends.cpu.kernels.interleave import interleave_columns, interleave_rows
 from rlx.backends.cpu.kernels.module import SCRATCH, step
-from rlx.backends.cpu.kernels.tile import Layout, Tile, lane_mask, load_line, stage_rows_function, tile_function
+from rlx.backends.cpu.kernels.tile import Layout, Tile, load_line, stage_rows_function, tile_function
 from rlx.host.emit import Emitter, V, vector
 from rlx.host.math import LOG2_E, polynomial, tanh
 from rlx.ir.dtype import bf16, f32, u16, u32
@@ -30,7 +31,6 @@ DOT = DOTS["x86.avx512bf16.dpbf16ps.512"]
 FEATURES = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16"}
 LANES = 16  # f32 in a vector; pairs of bf16
 PANEL = 32  # keys of a panel; columns of values that a tile takes
-CHUNK = 4  # pairs in 128 bits
 DEPTH = 32  # elements of a row that one instruction of the matrix unit sums over
 KEY_BLOCK = 256  # keys of a block: the scores of 32 rows take 32 KB
 PAD = LANES  # behind a row of scores, so that rows are not a power of two apart, where loads wait for stores 4 KB away
@@ -42,7 +42,6 @@ TOGETHER = 2  # rows whose weights are computed together; with four it takes up 
 CAREFUL_ROWS, CAREFUL_VECTORS = 2, 4  # of a tile that skips weights of zero
 EXP2 = (0.07802454, 0.2260672, 0.69583349, 0.99992523)  # 2^x for 0 <= x < 1, relative error below 8e-5
 FLOOR = "9"  # of vreduceps: subtract the floor, raise no exceptions
-INFINITE = 0x7F80  # bits of a bf16 without its sign: from here on, infinite or NaN
 
 
 def in_pairs(native: Native, target: Target) -> bool:
@@ -55,7 +54,7 @@ def in_pairs(native: Native, target: Target) -> bool:
 class PairAttention(Attention):
     def __init__(self, kernel: Kernel, native: Native, target: Target, tiling: Mapping[str, int]) -> None:
         super().__init__(kernel, native, target, tiling)
-        self.matrix = amx.usable(target.features, 2, DEPTH)
+        self.matrix = amx.multiplies(target.features, 2)
         self.sub = SUB if self.rows > SUB // 2 else SUB // 2
         self.tall = self.sub * self._subs(-(-self.rows // self.sub))
         self.blocks = -(-self.rows // self.tall)
@@ -72,8 +71,6 @@ class PairAttention(Attention):
         self.config_at = self.reserve(amx.CONFIG_BYTES)
         query = self.reserve(0 if self.direct else self.tall * self.depth * 2)
         keys, values = (self.reserve(self.key_block * n * 2) for n in (self.depth, self.columns))
-        self.whole = self.size % (2 * CHUNK) == 0  # else, and in a panel that is not full, keys are copied with zeros behind
-        self.near_at = self.reserve(PANEL * self.depth * 2)
         scores, work = self.reserve(self.sub * self.pitch * F32), self.reserve(self.sub * (2 + LANES) * F32)
         stats, sums = self.reserve(2 * self.tall * F32), self.reserve(self.tall * self.columns * F32)
         products = sums if self.once else self.reserve(self.sub * self.columns * F32)
@@ -91,9 +88,6 @@ class PairAttention(Attention):
     def _begin(self, e: Emitter) -> None:
         if self.matrix:
             amx.configure(e, e.gep(SCRATCH, self.config_at), self.sub)
-        if self.whole and self.depth != self.size:  # elements of keys that are not packed have to be zero
-            with e.loop(0, self.key_block * self.depth * 2, 4 * LANES) as at:
-                e.store(e.const(vector("i32", LANES), 0), e.gep(e.gep(SCRATCH, self.places[1]), at.index), 4 * LANES)
 
     def _end(self, e: Emitter) -> None:
         if self.matrix:
@@ -126,19 +120,13 @@ class PairAttention(Attention):
     def _packed(self, e: Emitter, k: V, v: V, key0: V, stop: V) -> V:
         """Pack keys key0 to `stop` and their values, up to a whole panel. Returns whether all values are finite."""
         keys, values = (e.gep(SCRATCH, at) for at in self.places[1:3])
-        near, raw = e.gep(SCRATCH, self.near_at), Layout(u16, self.k.strides[2])
-        copied = partial(stage_rows_function, columns=self.size, source=raw, to=Layout(u16, self.depth), lanes=DEPTH)
-        turned = partial(turn_panel_function, chunks=(self.size if self.whole else self.depth) // (2 * CHUNK))
+        packs = partial(interleave_columns, k=self.size, source=Layout(u16, 1, self.k.strides[2]), group=2, to=Layout(u32, PANEL))
         with e.loop(key0, stop, PANEL, nonempty=True) as at:
             line, out = self.k.layout.at(e, k, at.index), step(e, keys, e.bin("sub", at.index, key0), self.depth * 2)
             have = e.intrinsic("smin", e.bin("sub", stop, at.index), e.i64(PANEL))
-            part = e.cmp("slt", have, e.i64(PANEL)) if self.whole else e.const("i1", True)
-            with e.when(part):
-                self.call(e, "keys", copied, line, near, have)
-            line = e.select(part, near, line)
-            self.call(e, "panel", turned, line, e.select(part, e.i64(self.depth * 2), e.i64(raw.byte(1, 0))), out)
-        how = {"columns": self.width, "pitch": self.columns, "check": self.mask.kind in ("band", "keep")}
-        paired = partial(pair_rows_function, source=Layout(u16, self.v.strides[2]), **how)
+            self.call(e, "panel", packs, line, out, have)
+        how = {"columns": self.width, "group": 2, "to": Layout(u32, self.columns), "check": self.mask.kind in ("band", "keep")}
+        paired = partial(interleave_rows, source=Layout(u16, self.v.strides[2]), **how)
         return self.call(e, "pairs", paired, self.v.layout.at(e, v, key0), values, e.bin("sub", stop, key0))
 
     def _rows(
@@ -201,62 +189,6 @@ def _panels(e: Emitter, keys: V) -> V:
 
 
 # -- functions of the kernel. Scores are f32 [row][pitch]; weights are bf16 in the first half of each row ------------
-
-
-def turn_panel_function(e: Emitter, start: V, pitch: V, out: V, *, chunks: int) -> None:
-    """out[c][r] = the pair c of row r of a panel, rows being `pitch` bytes apart. Four rows of four pairs come into place as they
-    are loaded; the squares of 128 bits are then transposed."""
-    ty, part = vector("i32", LANES), vector("i32", CHUNK)
-    with e.loop(0, PANEL, LANES) as half, e.loop(0, chunks) as chunk:
-        first = e.gep(e.gep(start, e.bin("mul", pitch, half.index)), e.bin("mul", chunk.index, 4 * CHUNK))
-        rows = [e.gep(first, e.bin("mul", pitch, e.i64(r))) for r in range(LANES)]
-        lines = []
-        for r in range(CHUNK):
-            line = V("poison", ty)
-            for n in range(0, LANES, CHUNK):
-                line = e.intrinsic("vector.insert", line, e.load(part, rows[r + n], 2), e.i64(n), suffix=(ty, part), returns=ty)
-            lines.append(line)
-        place = e.gep(step(e, out, chunk.index, 4 * CHUNK * PANEL), e.bin("mul", half.index, 4))
-        lines = [x for n in (0, 2) for x in _interleaved(e, lines[n], lines[n + 1], 1)]
-        lines = [x for n in (0, 1) for x in _interleaved(e, lines[n], lines[n + 2], 2)]
-        for c, line in enumerate(lines):
-            e.store(line, e.gep(place, 4 * PANEL * c), 4)
-
-
-def _interleaved(e: Emitter, a: V, b: V, width: int) -> tuple[V, V]:
-    """Groups of `width` lanes of a and b in turn: those of the lower and of the upper half of each 128 bits."""
-    runs = [[at + i for i in range(width)] for at in range(0, CHUNK // 2, width)]
-    low = [n + i for n in range(0, LANES, CHUNK) for run in runs for i in (*run, *(LANES + i for i in run))]
-    return e.shuffle(a, low, b), e.shuffle(a, [i + CHUNK // 2 for i in low], b)
-
-
-def pair_rows_function(e: Emitter, start: V, out: V, rows: V, *, source: Layout, columns: int, pitch: int, check: bool) -> V:
-    """out[i][c] = start[2 i][c] and start[2 i + 1][c] in one dword, for whole panels of rows; zeros past `rows` and `columns`.
-    Returns whether all numbers are finite; without a `check`, true."""
-    place, halves = Layout(u32, pitch), vector("i16", 2 * LANES)
-
-    def element(row: V, column: int, whole: bool) -> V:
-        tail, mask = min(LANES, columns - column), None
-        if not whole:  # the row may not exist
-            mask = e.bin("and", e.splat(e.cmp("slt", row, rows), LANES), lane_mask(LANES, tail))
-        line = load_line(e, source.at(e, start, row, column), source, LANES, u16, 0 if mask else tail, mask)
-        return e.convert("zext", line, "i32")
-
-    greatest = e.const(halves, 0)
-    pairs = e.bin("and", rows, -2)
-    for begin, stop, whole in ((e.i64(0), pairs, True), (pairs, _panels(e, rows), False)):
-        with e.loop(begin, stop, 2, carried=[greatest]) as at:
-            line, found = step(e, out, at.index, place.byte(1, 0) // 2), at.carried[0]
-            for c in range(0, pitch, LANES):
-                low, high = (element(e.bin("add", at.index, n), c, whole) for n in range(2))
-                both = e.bin("or", low, e.bin("shl", high, 16))
-                e.store(both, place.at(e, line, 0, c), 4)
-                if check:
-                    size = e.bin("and", e.op(halves, f"bitcast {both} to {halves}"), 0x7FFF)
-                    found = e.intrinsic("umax", found, size)
-            at.next = [found]
-        (greatest,) = at.results
-    return e.cmp("ult", e.intrinsic("vector.reduce.umax", greatest, returns="i16"), INFINITE)
 
 
 def _product(

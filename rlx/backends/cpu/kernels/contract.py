@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels import amx
+from rlx.backends.cpu.kernels.interleave import interleave_columns, interleave_rows
 from rlx.backends.cpu.kernels.matrix import MatrixUnit
 from rlx.backends.cpu.kernels.module import SCRATCH, step
 from rlx.backends.cpu.kernels.product import Product, row_statements, stored_to
@@ -54,21 +56,23 @@ class _Contraction(Product):
         if isinstance(a, Operand):
             self.from_a = Layout(raw or a.dtype, a.row_stride, a.col_stride, a.row_levels, a.col_levels)
         if isinstance(b, Operand):
-            self.from_b = Layout(b.dtype, b.panel or b.row_stride, 1 if b.panel or contract.n == 1 else b.col_stride)
+            self.from_b = Layout(raw or b.dtype, b.panel or b.row_stride, 1 if b.panel or contract.n == 1 else b.col_stride)
         self.whole = max(p.lanes, p.group)  # elements of staged rows that are moved at once
         beyond = self.whole if self.from_a.col_levels else 0  # runs of columns are copied in whole vectors
         self.staged = Layout(raw or self.acc, -(-contract.k // self.whole) * self.whole + beyond)
         self.a = self.staged if p.stage_a else self.from_a
         self.steps = -(-contract.k // p.group)
+        self.b = self.from_b
         if self.dot:  # from here on, one element is a whole group
-            self.a, self.from_b = self.a.in_groups(self.dot.word, p.group), Layout(self.dot.word, self.panel)
-        self.panel_bytes = self.from_b.byte(self.steps, 0) if self.panel else 0
+            self.a, self.b = self.a.in_groups(self.dot.word, p.group), Layout(self.dot.word, self.panel or p.columns)
+        self.panel_bytes = self.b.byte(self.steps, 0) if self.panel else 0
         self.run = self.a.col_levels[0][0] if self.a.col_levels else self.steps  # steps of k without a jump in a
         size = self.acc.itemsize
-        self.unit = MatrixUnit(self, self.from_a, self.staged, self.a, self.from_b) if p.matrix else None
+        self.unit = MatrixUnit(self, self.from_a, self.staged, self.a, self.b) if p.matrix else None
         self.sums_at = self.reserve(0 if p.matrix else (block_rows if p.depth else p.rows) * p.columns * size)
         self.a_at = self.reserve(block_rows * self.staged.byte(1, 0) if p.stage_a and not p.matrix else 0)
-        self.b_at = self.reserve(contract.k * p.columns * size if p.stage_b else 0)
+        words = {"": 0, "groups": self.steps + -self.steps % p.lanes}.get(p.stage_b, contract.k)
+        self.b_at = self.reserve(words * p.columns * size)
         self.reserve_locals()
 
     def _begin(self, e: Emitter) -> None:
@@ -132,13 +136,16 @@ class _Contraction(Product):
 
     def _sweep(self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], i0: V, panel: V, vectors: int, tail: int) -> None:
         """One panel: the task's row tiles, of a block that starts at row i0."""
+        if self.plan.stage_b == "groups":
+            b = self._interleaved_b(e, b, panel, (vectors - 1) * self.plan.lanes + (tail or self.plan.lanes))
         if self.unit:
             self.unit.sweep(e, scope, a, b, tiles, i0, panel, vectors, tail)
             return
-        p, layout = self.plan, self.from_b
-        b = step(e, b, panel, layout.byte(self.steps, 0) if self.panel else layout.byte(0, p.columns))
+        p, layout = self.plan, self.b
+        if p.stage_b != "groups":
+            b = step(e, b, panel, self.panel_bytes or layout.byte(0, p.columns))
         masked = 0 if self.panel or p.stage_b else tail  # panels are padded
-        if p.stage_b:
+        if p.stage_b not in ("", "groups"):
             kept, layout = e.gep(SCRATCH, self.b_at), Layout(self.acc, vectors * p.lanes)
             if isinstance(self.c.b, Computed):
                 self._computed_b(e, scope.child(), self.c.b, kept, panel, layout)
@@ -239,6 +246,15 @@ class _Contraction(Product):
                 here = step(e, after, tile, steps * share)
                 self._tile(e, replace(t, ahead=share), f"{name}_{share}", a, b, sums, layout, steps, here)
 
+    def _interleaved_b(self, e: Emitter, b: V, panel: V, columns: int) -> V:
+        """A panel of b in groups of rows, in scratch."""
+        p, kept, start = self.plan, e.gep(SCRATCH, self.b_at), step(e, b, panel, self.from_b.byte(0, self.plan.columns))
+        how = {"source": self.from_b, "group": p.group, "to": self.b}
+        rows = self.from_b.column == 1
+        body = partial(interleave_rows, columns=columns, **how) if rows else partial(interleave_columns, k=self.c.k, **how)
+        self.call(e, f"interleave_{columns}", body, start, kept, e.i64(self.c.k if rows else columns))
+        return kept
+
     def _staged_b(self, e: Emitter, b: V, to: V, columns: int, layout: Layout) -> None:
         """A panel of b in the dtype of the sums; see Plan.stage_b. Columns past the edge of the matrix are undefined;
         their lanes reach no result."""
@@ -248,7 +264,3 @@ class _Contraction(Product):
         elif k:
             transposed = Layout(source.dtype, source.column, source.row)
             transpose_function(e, b, to, e.i64(columns), e.i64(0), e.i64(k), layout.row, k, transposed, layout, p.lanes)
-
-
-
-

@@ -6,6 +6,8 @@ L2. Between parts the sums are in scratch. The order of additions is that of one
 by row between the products of the next one, since the two use different units of the core; a short one waits for the caches as
 they do.
 
+A depth that is not whole steps has a last one of which the unit reads copies, with zeros behind k.
+
 If a task has enough panels, its rows of `a` are copied first, or they are computed: as tiles, whose steps are consecutive in
 memory. Windows of an image are read where they lie: rows of a tile from one row of the image, steps from one run of its elements.
 All tiles of a task have one height, so that the unit is configured once. Those that the plan makes one row lower have an
@@ -15,24 +17,23 @@ undefined row at the end, or start a row earlier if `a` is read in place; what i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, argument_pointers, divided, step
 from rlx.backends.cpu.kernels.product import Product, row_statements
-from rlx.backends.cpu.kernels.tile import Layout, stage_levels_function, stage_rows_function
+from rlx.backends.cpu.kernels.tile import Layout, load_line, stage_levels_function
 from rlx.backends.cpu.kernels.tiles import MATRIX_DEPTH
 from rlx.backends.cpu.loops import emit_statements, hoist, weight
 from rlx.backends.cpu.scope import Scope, expr
 from rlx.host.emit import Emitter, V, vector
 from rlx.ir.kernel import Buffer, Computed, Local
-from rlx.records import record
 
 LINE = 4 * amx.SIDE  # bytes of a row of a block
 HEAVY = 12  # weight of an epilogue that takes as long as the products of a shallow tile
 
 
-@record
-class Pending:
+class Pending(NamedTuple):
     """Sums whose epilogue is to run: their address, the first row, how many rows, the first column."""
 
     sums: V
@@ -45,12 +46,8 @@ class Pending:
         return Pending(*(e.load(ty, e.gep(at, 8 * n), 8) for n, ty in enumerate(("ptr", "i64", "i64", "i64"))))
 
     def write(self, e: Emitter, at: V) -> None:
-        for n, value in enumerate(self.values):
+        for n, value in enumerate(self):
             e.store(value, e.gep(at, 8 * n), 8)
-
-    @property
-    def values(self) -> tuple[V, V, V, V]:
-        return self.sums, self.row, self.count, self.column
 
 
 class MatrixUnit:
@@ -60,37 +57,34 @@ class MatrixUnit:
     def __init__(self, product: Product, from_a: Layout, line: Layout, groups: Layout, from_b: Layout) -> None:
         self.product, self.c, self.plan = product, product.c, (p := product.plan)
         self.from_a, self.line, self.groups, self.from_b = from_a, line, groups, from_b
-        self.step = p.matrix
-        self.steps = self.c.k // (self.step * p.group)
+        self.step, groups_of_k = p.matrix, -(-self.c.k // p.group)
+        self.steps, self.panel_bytes = -(-groups_of_k // self.step), from_b.byte(groups_of_k, 0)
+        self.rest = 0 if p.stage_b else groups_of_k % self.step  # groups of a last step; panels made in the run have zeros behind
         self.tiles = max(1, -(-p.row_tiles // max(1, p.blocks)))  # of a block, at most
-        self.parts = -(-self.steps // MATRIX_DEPTH)
-        self.depth = -(-self.steps // self.parts)  # steps of a part
         self.step_bytes = LINE * p.rows if p.tiled else 4 * self.step  # from a step of a to the next
+        self.tile_bytes = self.steps * self.step_bytes  # of a staged tile of a
         if p.tiled:
             self.groups = Layout(groups.dtype, amx.SIDE)
         self.beside = weight(self.c.epilogue) >= HEAVY
         cached = self.tiles * p.rows * self.steps * LINE <= amx.L1
         self.levels = not p.tiled and bool(self.groups.col_levels)
         self.streamed = "b" if self.tiles == 1 else "" if cached or self.levels else "a"
+        self.parts = -(-self.steps // MATRIX_DEPTH)
+        self.depth = -(-self.steps // self.parts)  # steps of a part
         self.sums_bytes = p.rows * 4 * p.columns
         kept = max(2, self.tiles) if self.parts > 1 else 2  # one tile is finished while the next is summed
         self.config_at, self.pending_at = product.reserve(amx.CONFIG_BYTES), product.reserve(4 * 8)
         self.sums_at = product.reserve(kept * self.sums_bytes)
         line_bytes = LINE * (self.steps + (1 if from_a.col_levels else 0))
         self.line_at, self.a_at = (product.reserve(p.tiled * n) for n in (line_bytes, self.tiles * self.tile_bytes))
-
-    @property
-    def tile_bytes(self) -> int:
-        """Of a staged tile of a."""
-        return self.steps * self.step_bytes
+        self.rest_b_at = product.reserve(from_b.byte(self.step, 0) if self.rest else 0)
 
     def begin(self, e: Emitter) -> None:
         amx.configure(e, e.gep(SCRATCH, self.config_at), self.plan.rows, self.step)
-        self._nothing_pending(e)
-
-    def _nothing_pending(self, e: Emitter) -> None:
-        null, zero = V("null", "ptr"), e.i64(0)
-        Pending(null, zero, zero, zero).write(e, e.gep(SCRATCH, self.pending_at))
+        e.store(e.i64(0), e.gep(SCRATCH, self.pending_at + 16), 8)
+        if self.rest:
+            with e.loop(self.from_b.byte(self.rest, 0), self.from_b.byte(self.step, 0), LINE) as at:
+                e.store(e.const(vector("i32", amx.SIDE), 0), e.gep(e.gep(SCRATCH, self.rest_b_at), at.index), LINE)
 
     def staged(self, e: Emitter, scope: Scope, a: V, tiles: tuple[V, V], stop: V) -> V:
         """Copy or compute the rows before `stop` as tiles: [tile][step][row][SIDE groups]. Returns their address."""
@@ -99,7 +93,8 @@ class MatrixUnit:
         statements = row_statements(source, line, self.c.k) if isinstance(source, Computed) else ()
         hoist(statements, scope)
         runs = self.from_a.col_levels[:1]  # whole steps in each are copied from where they lie
-        whole = bool(runs) and self.from_a.column == 1 and runs[0][0] % (amx.SIDE * p.group) == 0
+        as_it_lies = self.from_a.column == 1 and not (runs and runs[0][0] % (amx.SIDE * p.group))
+        layout = self.from_a if as_it_lies and not statements else self.line
         with e.loop(*tiles) as tile:
             first = product.first_row(e, tile.index)
             out = step(e, kept, e.bin("sub", tile.index, tiles[0]), self.tile_bytes)
@@ -107,30 +102,35 @@ class MatrixUnit:
                 index, at = e.bin("add", first, row.index), e.gep(SCRATCH, self.line_at)
                 if isinstance(source, Computed):
                     emit_statements(statements, scope.child({source.row: index}, pointers={line: at}))
-                elif whole:
-                    at = self.from_a.at(e, a, index)
-                elif self.from_a.col_levels:
-                    after = e.bin("add", index, 1)
-                    stage_levels_function(e, a, at, index, after, self.c.k, self.from_a, self.line, p.lanes, p.group)
-                elif self.from_a.column == 1:
+                elif as_it_lies:
                     at = self.from_a.at(e, a, index)
                 else:
-                    start = self.from_a.at(e, a, index)
-                    stage_rows_function(e, start, at, e.i64(1), self.c.k, self.from_a, self.line, p.lanes, p.group)
-                to = step(e, out, row.index, LINE)
-                with e.loop(0, self.steps) as turn:
-                    column = e.bin("mul", turn.index, amx.SIDE * p.group) if whole else None
-                    source_at = self.from_a.at(e, at, 0, column) if column else step(e, at, turn.index, LINE)
-                    copied = e.load(vector("i32", amx.SIDE), source_at, 4)
-                    e.store(copied, step(e, to, turn.index, self.step_bytes), LINE)
+                    after = e.bin("add", index, 1)
+                    stage_levels_function(e, a, at, index, after, self.c.k, self.from_a, self.line, p.lanes, p.group)
+                to, complete = step(e, out, row.index, LINE), self.c.k // (amx.SIDE * p.group)
+                with e.loop(0, complete) as turn:
+                    source_at = layout.at(e, at, 0, e.bin("mul", turn.index, amx.SIDE * p.group))
+                    e.store(e.load(vector("i32", amx.SIDE), source_at, 4), step(e, to, turn.index, self.step_bytes), LINE)
+                if few := self.c.k % (lanes := amx.SIDE * p.group):
+                    value = load_line(e, e.gep(at, complete * LINE), self.line, lanes, self.line.dtype, few)
+                    e.store(value, e.gep(to, complete * self.step_bytes), LINE)
         return kept
+
+    def _copy_panel_rest(self, e: Emitter, b: V) -> V:
+        """Copy the last groups of a panel; zeros are behind the copy, whose address is returned."""
+        nbytes, out = self.from_b.byte(self.rest, 0), e.gep(SCRATCH, self.rest_b_at)
+        with e.loop(0, nbytes, LINE) as at:
+            line = e.gep(b, e.bin("add", at.index, self.panel_bytes - nbytes))
+            e.store(e.load(vector("i32", amx.SIDE), line, 4), e.gep(out, at.index), LINE)
+        return out
 
     def sweep(
         self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], i0: V, panel: V, vectors: int, tail: int
     ) -> None:
         """One panel: see Product._sweep."""
-        product, p, panel_bytes = self.product, self.plan, self.from_b.byte(self.step * self.steps, 0)
-        b = step(e, b, panel, panel_bytes)
+        product, p = self.product, self.plan
+        b = b if p.stage_b else step(e, b, panel, self.panel_bytes)
+        rest_b = self._copy_panel_rest(e, b) if self.rest else b
         share = self.step * -(-self.from_b.byte(1, 0) // self.tiles) if p.ahead and not product.cut else 0
         with e.loop(0, self.steps, self.depth) as part, e.loop(*tiles) as at:
             done, tile = part.index, e.bin("sub", at.index, tiles[0])
@@ -147,7 +147,8 @@ class MatrixUnit:
                 places.append(e.bin("mul", done, e.i64(self.step)))
             if share:  # each tile of a panel prefetches its share of the next
                 before = e.bin("add", e.bin("mul", done, e.i64(self.tiles)), e.bin("mul", tile, count))
-                places.append(step(e, e.gep(b, panel_bytes), before, share))
+                places.append(step(e, e.gep(b, self.panel_bytes), before, share))
+            places += (last, rest_b) if self.rest else ()
             pending = Pending.read(e, e.gep(SCRATCH, self.pending_at))
             for height, here in self._heights(e, at.index):
                 with e.when(here):
@@ -164,7 +165,7 @@ class MatrixUnit:
         pending = Pending.read(e, e.gep(SCRATCH, self.pending_at))
         with e.when(e.cmp("sgt", pending.count, e.i64(0))):
             self._epilogue(e, pending, e.i64(0), pending.count, self._outside(scope, i0), vectors, tail)
-        self._nothing_pending(e)
+        e.store(e.i64(0), e.gep(SCRATCH, self.pending_at + 16), 8)
 
     def _place(self, e: Emitter, tiles: tuple[V, V], tile: V, panel: V) -> V:
         """Where the sums of a tile are kept: not where those of the tile before are."""
@@ -200,6 +201,7 @@ class MatrixUnit:
         def body(e: Emitter, *values: V) -> None:
             (a, b, sums, k, kept, *ahead), waiting = values[: len(places)], Pending(*values[len(places) : len(places) + 4])
             first = ahead.pop(0) if self.levels else None
+            ahead, rest = (ahead[:-2], ahead[-2:]) if self.rest else (ahead, ())
             steps, own = e.bin("udiv", k, e.i64(self.step)), values[len(places) + 4 :]
             each = e.bin("udiv", e.bin("sub", e.bin("add", waiting.count, steps), 1), steps)
 
@@ -212,10 +214,10 @@ class MatrixUnit:
             amx.blocks_function(
                 e, a, b, sums, k, kept if self.parts > 1 else None, *ahead, rows=height, vectors=vectors, group=self.plan.group,
                 from_a=self.groups, from_b=self.from_b, step_a=self.step_bytes, share=share, streamed=self.streamed,
-                beside=beside if self.beside else None, first=first, step=self.step,
+                beside=beside if self.beside else None, first=first, step=self.step, rest=rest,
             )  # fmt: skip
 
-        self.product.call(e, f"blocks_{height}x{vectors}_{tail}", body, *places, *pending.values, *outside)
+        self.product.call(e, f"blocks_{height}x{vectors}_{tail}", body, *places, *pending, *outside)
 
     def _epilogue(
         self, e: Emitter, pending: Pending, low: V, rows: V, outside: Sequence[V], vectors: int, tail: int

@@ -58,7 +58,7 @@ def split(node: Node, target: Target) -> Value | None:
 
 def on_matrix(target: Target) -> bool:
     """Whether the target has what quant_matrix.py uses."""
-    return "avx512bf16" in target.features and amx.usable(target.features, 2, STEP)
+    return "avx512bf16" in target.features and amx.multiplies(target.features, 2)
 
 
 def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int] = DEFAULT_TILING) -> Rendered:

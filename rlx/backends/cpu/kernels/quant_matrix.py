@@ -184,12 +184,7 @@ class MatrixProduct(PanelProduct):
         """sums[rows][PANEL] = a[rows, k] @ b[k, PANEL] for a chunk. `unpacked`: a turn of the next chunk, where its panel has it,
         and its buffer: unpack turns / share turns from that one on, each during `share` steps."""
         above, line = range(-(-rows // SIDE)), e.i64(64)
-        places = {amx.SUMS[i][j]: e.gep(sums, 4 * SIDE * (i * PANEL + j)) for i in above for j in range(2)}
-        for tile in places:
-            do(e, "tilezero", tile)
-        with e.when(kept):
-            for tile, place in places.items():
-                do(e, "tileloadd64", tile, place, e.i64(4 * PANEL))
+        places = amx.begin_sums(e, sums, above, range(2), PANEL, kept)
 
         def multiplied(number: V) -> None:
             at_a, at_b = (step(e, x, number, 2 * BLOCK) for x in (a, b))

@@ -57,13 +57,13 @@ class Plan:
 
     `group`: number of interleaved rows of b, for an instruction that sums as many products; a tile's step of k is then a group.
     `stage_a`, `stage_b`: the operand is copied to scratch first, in the accumulator's dtype or, for groups, unconverted.
-    `stage_b` names the method: "rows" and "columns" follow b's unit stride, "any" has none, "computed" evaluates b there, ""
-    reads it in place. Narrow floats are widened in the tile, which measured faster than a widened copy. `matrix`: tiles run on
-    the matrix unit (amx.py), in steps of so many groups; 0: none do. `ahead`: each tile of a panel prefetches its share of the
-    next panel. `depth`: steps of k that all tiles of a panel take before any takes the next ones, so that this part of the panel
-    stays in a cache; 0: all. `tiled`: a is staged as tiles of the matrix unit. `segment`: rows that are one stride apart, if not
-    all are; no tile reaches into the next segment. Each has `in_segment` tiles, of which the first `tall` are the high ones.
-    `rows_ahead`: each tile prefetches the rows of the next one.
+    `stage_b` names the method: "rows" and "columns" follow b's unit stride, "any" has none, "computed" evaluates b there,
+    "groups" interleaves its rows, "" reads it in place. Narrow floats are widened in the tile, which measured faster than a
+    widened copy. `matrix`: tiles run on the matrix unit (amx.py), in steps of so many groups; 0: none do. `ahead`: each tile
+    of a panel prefetches its share of the next panel. `depth`: steps of k that all tiles of a panel take before any takes the
+    next ones, so that this part of the panel stays in a cache; 0: all. `tiled`: a is staged as tiles of the matrix unit.
+    `segment`: rows that are one stride apart, if not all are; no tile reaches into the next segment. Each has `in_segment`
+    tiles, of which the first `tall` are the high ones. `rows_ahead`: each tile prefetches the rows of the next one.
     """
 
     lanes: int
@@ -119,11 +119,11 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     """The tiling of this contraction for this target. `tiling` overrides values (see `axes`)."""
     lanes = target.vector_bytes // max(4, c.acc.dtype.itemsize)
     registers = registers_of(target)
-    panel, group = panel_of(c.b)
+    panel, group = panel_of(c.b)[0], group_of(c, target)
     while panel % lanes:
         lanes //= 2
-    vectors = panel // lanes or tiling.get("vectors", _panel_vectors(c, registers))
     matrix = _step(c, group, target) if c.m >= MATRIX_ROWS and c.count is None else 0
+    vectors = panel // lanes or (2 if matrix else tiling.get("vectors", _panel_vectors(c, registers)))
     summed = 2 * vectors if (dot := dot_in(c, target)) and dot.signed else 0  # registers of b's own sums, and of constants
     highest = tiling.get("rows", _highest(c, vectors, registers - summed, group if matrix else 0, target.threads))
     if c.count is not None:
@@ -150,7 +150,7 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     else:
         blocks, groups, batch_groups = _tasks(c, batch, row_tiles, blocks, panels, target.threads, wanted)
     tiles = -(-row_tiles // blocks) if blocks else 0
-    stage_b = _stage_b(c.b, c, tiles)
+    stage_b = "groups" if group > 1 and not panel else _stage_b(c.b, c, tiles)
     cached = tiles * rows * c.k * c.a.dtype.itemsize <= amx.L1  # such a block is read from there, in any layout
     windows = isinstance(c.a, Operand) and c.a.col_levels  # read again and again from caches that do not hold copies of them
     tiled = matrix == amx.SIDE and (stage_a or (groups == 1 and panels >= TILED_PANELS and not cached and not windows))
@@ -158,7 +158,7 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     ahead = tiling.get("ahead", tiles > 1 if matrix else _fetches_ahead(c, rows, tiles, target))  # one tile of the unit is quick
     return Plan(
         lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, group, stage_a or tiled, stage_b,
-        registers, matrix, bool(ahead), depth, tiled, segment,
+        registers, matrix, bool(ahead) and stage_b != "groups", depth, tiled, segment,
         in_segment if segment else 0, _fetches_rows(c, group, -(-panels // groups) if groups else 0, depth, stage_a or tiled),
     )  # fmt: skip
 
@@ -169,7 +169,7 @@ def _ragged(
     """The tiling of a contraction whose grid points have a number of rows of their own: a task has some of the panels of some
     points; the rows of a point are cut at run time, into blocks of at most `block_rows` and tiles of `rows` or fewer."""
     _, group = panel_of(c.b)
-    matrix = amx.SIDE if c.m > MATRIX_ROWS and amx.usable(target.features, group, c.k) else 0
+    matrix = amx.SIDE if c.m > MATRIX_ROWS and _step(c, group, target) else 0
     rows = 2 * amx.SIDE if matrix else max(1, min(highest, c.m))
     stage_a = _stage_a(c, group, matrix) or matrix > 0  # the matrix unit reads whole blocks, with rows that a group does not have
     row_bytes = c.k * (c.a if group > 1 else c.acc).dtype.itemsize if stage_a else 0
@@ -278,12 +278,26 @@ def panel_of(b: Operand | Computed) -> tuple[int, int]:
     return (b.panel, b.group) if isinstance(b, Operand) else (0, 1)
 
 
+def group_of(c: Contract, target: Target) -> int:
+    """Rows of a right operand that are summed together: those that its panels interleave, or that are interleaved in the kernel
+    where it is made in the run."""
+    (panel, group), b, dot = panel_of(c.b), c.b, dot_of(target, _operands(c))
+    plain = not panel and isinstance(b, Operand) and 1 in (b.row_stride, b.col_stride) and c.count is None
+    fits = dot and target.vector_bytes == 64 and c.m >= MATRIX_ROWS and c.n >= dot.lanes and c.k >= dot.group
+    return dot.group if dot and plain and fits and SUM_DTYPES[dot.operands] == c.acc.dtype.name else group
+
+
+def _operands(c: Contract) -> str:
+    """Its dtypes, as dots.py names them."""
+    return c.a.dtype.name if c.a.dtype == c.b.dtype else f"{c.a.dtype} {c.b.dtype}"
+
+
 def dot_in(c: Contract, target: Target) -> Dot | None:
-    """The instruction for a right operand with interleaved rows; None: they are not."""
-    group = panel_of(c.b)[1]
-    operands = c.a.dtype.name if c.a.dtype == c.b.dtype else f"{c.a.dtype} {c.b.dtype}"
-    dot = dot_of(target, operands) if group > 1 else None
-    assert group == (dot.group if dot and SUM_DTYPES[operands] == c.acc.dtype.name else 1), f"groups of {group} of {operands}"
+    """The instruction that sums interleaved rows of a right operand; None: they are not."""
+    group = group_of(c, target)
+    dot = dot_of(target, _operands(c)) if group > 1 else None
+    summed = dot and SUM_DTYPES[dot.operands] == c.acc.dtype.name
+    assert group == (dot.group if dot and summed else 1), f"groups of {group} of {_operands(c)}"
     return dot
 
 
@@ -300,7 +314,8 @@ def _stage_a(c: Contract, group: int, matrix: int) -> bool:
         return True
     if 0 < _segment(c) < (MATRIX_ROWS if matrix else LOW_ROWS):
         return True  # rows of a tile are one stride apart, and so few share too little of b
-    if matrix and (a.col_levels[0][0] % (matrix * group) if a.col_levels else a.row_levels and c.n >= TILED_COLUMNS):
+    run = a.col_levels[0][0] if a.col_levels else c.k
+    if matrix and (run % (matrix * group) or (a.row_levels and not a.col_levels and c.n >= TILED_COLUMNS)):
         return True  # the unit reads whole steps; for many panels, rows that are not windows are better adjacent
     if group == 1:
         return False
@@ -309,12 +324,15 @@ def _stage_a(c: Contract, group: int, matrix: int) -> bool:
 
 
 def _step(c: Contract, group: int, target: Target) -> int:
-    """Groups of a step of the matrix unit, 0: it cannot be used. Only full steps are copied or computed."""
-    runs = [n for n, _ in c.a.col_levels[:1]] if isinstance(c.a, Operand) else []
+    """Groups of a step of the matrix unit, 0: it cannot be used. A depth that is not whole steps has a last one of which copies
+    are read, with zeros behind; shorter steps that divide it are better if there are not more of them. Only full steps are
+    copied or computed, and windows that are read in place are whole steps."""
+    groups, runs = -(-c.k // group), [n for n, _ in c.a.col_levels[:1]] if isinstance(c.a, Operand) else []
+    if groups < amx.LEAST_STEP or not amx.multiplies(target.features, group):
+        return 0
     step = amx.step_of(target.features, group, gcd(c.k, *runs))
-    if step == amx.SIDE or (step and not _stage_a(c, group, step)):
-        return step
-    return amx.SIDE if amx.usable(target.features, group, c.k) else 0
+    whole = step and (runs or groups // step <= -(-groups // amx.SIDE))
+    return step if whole and not _stage_a(c, group, step) else amx.SIDE
 
 
 def _segment(c: Contract) -> int:
