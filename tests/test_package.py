@@ -172,7 +172,7 @@ class Refuse(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name in {"fcntl", "resource", "pwd", "grp", "termios", "posix", "syslog", "tty", "pty"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-import numpy  # which is built for the platform
+import numpy, shutil  # which are made for the platform
 sys.meta_path.insert(0, Refuse())
 sys.platform, only_posix = %r, %r
 for name in only_posix:
