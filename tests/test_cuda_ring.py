@@ -128,6 +128,14 @@ def test_a_smaller_gpu_gets_as_many_blocks_as_it_runs_at_once():
     assert launch_of(kernel(product(1, 4096, 1024)), "sm_90a", 114).blocks == 114
 
 
+def test_a_batch_of_no_products_has_a_launch():
+    """Segments of no rows are one, and the compile divided by its number of products."""
+    g = rlx.Graph("empty")
+    x, w = g.input("x", (0, 1, 1024), "bf16"), g.param("w", (0, 512, 1024), "bf16")
+    g.set_outputs([x @ rlx.transpose(w, (0, 2, 1))])
+    assert launch_of(kernel(g)).blocks == 0
+
+
 def test_other_shapes_have_no_ring():
     for g in (
         product(1, 512, 1001),  # rows that do not start at multiples of 16 bytes

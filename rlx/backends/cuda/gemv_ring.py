@@ -10,7 +10,6 @@ Their sums meet in shared memory once for up to 256 columns, and are added in a 
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import product
 
@@ -18,7 +17,7 @@ from rlx.backends.cuda.ahead import AheadWriter
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.gemv import GemvLaunch, GemvWriter, contract_of, loops_of
 from rlx.backends.cuda.rows import Row, key_of, own_locals, repeated
-from rlx.backends.cuda.schedule import ALONE, BESIDE, COPIED, LONG, MULTIPROCESSORS
+from rlx.backends.cuda.schedule import ALONE, BESIDE, COPIED, LONG, MULTIPROCESSORS, busy_points
 from rlx.backends.cuda.vectors import aligned, loads
 from rlx.ir.dtype import f32, index_
 from rlx.ir.kernel import Computed, Contract, Kernel, Loop, Native, Operand, Sort, Stmt, Var, walk
@@ -96,7 +95,7 @@ def ring_of(kernel: Kernel, multiprocessors: int = MULTIPROCESSORS, most: int = 
     c = contract_of(kernel, MOST_ROWS, pairs=True)
     if c is None or most < LONG:
         return None
-    b, points, item = _weights(c), math.prod(n for _, n in kernel.grid), _weights(c).dtype.itemsize
+    b, points, item = _weights(c), busy_points(kernel, None), _weights(c).dtype.itemsize
     unit = BYTES // item  # of what bulk copies can fetch
     if b.row_stride != 1 or c.k % unit or (c.n > 1 and b.col_stride % unit) or not aligned(b.offset, None, unit):
         return None
