@@ -432,6 +432,7 @@ def test_hostile_manifests(what, made, tmp_path):
     ("place", "value", "message"),
     [
         (("..", "code", "codes", 0, 1), 1 << 63, "are not whole numbers"), (("..", "code", "codes", 0, 2), 1 << 60, "no room"),
+        (("..", "code", "codes", 0, 5), 9, "fetched a buffer ahead that it does not have"),
         (("plan", 0), 8, "outside the arena"), (("plan", 1), 3, "alignment"), (("plan", 0), 1 << 60, "no memory has room"),
         (("offsets", 0, 1), 1 << 40, "outside the arena"), (("phases", "steps", 0, 1, 0), 999, "does not exist"),
         (("buffers", 0, 1, 1), 1 << 60, "outside the arena"), (("kernels", 0, 2, 0, 2), 1 << 30, "is f32"),

@@ -142,6 +142,8 @@ class CpuBackend:
         }
         if len(made) != len(parts) or not all(isinstance(c.symbol, str) for c in made):
             raise ValueError(f"{len(parts)} objects for {len(made)} kernels, or symbols that are no names")
+        if beyond := [c.symbol for steps in coded.values() for s, c in steps if c.streamed > len(s.args)]:
+            raise ValueError(f"{beyond[0]} is fetched a buffer ahead that it does not have")
         sections = {range(len(program.prepare))[i]: made[at] for i, at in (whole(row) for row in code["sections"])}
         return CpuArtifact(program, tuple(made), tuple(parts), coded, sections, texts)
 
