@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import sys
@@ -13,9 +14,12 @@ import numpy as np
 import pytest
 from counting import traced_bytes
 
-from rlx.backends.cpu import memory
+import rlx
+from rlx.backends.cpu import abi, memory
+from rlx.backends.cpu.abi import KEPT, LINE, Reading
 from rlx.backends.cpu.backend import CpuBackend
 from rlx.backends.cpu.executable import CpuExecutable
+from rlx.backends.cpu.kernels import product as products
 from rlx.driver.backend import Artifact, Backend, Executable
 from rlx.driver.params import ParamStore
 from rlx.errors import DeviceUnavailableError, IndexRangeError, InputShapeError, PlanError
@@ -467,3 +471,27 @@ def test_a_forked_child_writes_to_memory_of_its_own():
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         time.sleep(0.001)
     assert not any(region.data.any() for region in regions)
+
+
+def row_in_front(threads: int) -> rlx.runtime.CompiledGraph:
+    """Two products of one row, the first with ops in front of it."""
+    g = rlx.Graph("row")
+    x, w, v = g.input("x", (1, 512), "f32"), g.param("w", (512, 4096), "f32"), g.param("v", (4096, 512), "f32")
+    g.set_outputs([rlx.sigmoid((x * 0.5 - 1.0) @ w) @ v])
+    made, rng = rlx.Session("cpu", threads=threads).compile(g), np.random.default_rng(0)
+    made.set_params({p.name: rng.standard_normal(p.shape.static).astype(np.float32) for p in made.params})
+    return made
+
+
+def test_threads_keep_a_computed_row_and_know_which_weights_come_next(monkeypatch):
+    monkeypatch.setattr(products, "fetches_ahead", lambda features: True)
+    x = np.random.default_rng(1).standard_normal((1, 512)).astype(np.float32)
+    one, two = row_in_front(1), row_in_front(2)
+    first, second = (abi.Step(*map(int, row)) for row in two._executable._whole._steps)
+    assert (first.again, second.again) == (KEPT, 0) and min(first.tasks, second.tasks) > 2
+    near = Reading.from_address(first.ahead)
+    assert second.ahead is None and near.near_bytes > 0 and near.later_bytes == 0
+    assert near.near // LINE in [address // LINE for address in (ctypes.c_int64 * 3).from_address(second.args)]
+    want = [one.run({"x": x * n})[0].tobytes() for n in range(50)]
+    assert [two.run({"x": x * n})[0].tobytes() for n in range(50)] == want, "no row of an earlier run is used"
+    assert np.bincount(two.profile({"x": x}, runs=1).timeline.spans[:, 0]).tolist() == [first.tasks, second.tasks]

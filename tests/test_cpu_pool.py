@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #   meet(x): x[1 + task] = address of its scratch; x[0] += 1 and waits until that is 2: two threads are in at once
 #   crowd(x): x[0] threads are in now, x[1] the most that were at once
 #   last(x, n): x[0] += 1 and x[1 + that] = task; task 0 waits until x[0] is n
-#   again(x): x[task] = 1 if the number has KEPT added, else 0
+#   again(x): x[task] = address of its scratch, which is even, + 1 if the number has KEPT added
 #   relay(flags): task 0 waits for flags[1], which task 1 sets before it waits for flags[0]
 KERNELS = """
 define void @count(ptr %args, i64 %task, ptr %scratch, ptr %status) {
@@ -142,7 +142,9 @@ define void @again(ptr %args, i64 %task, ptr %scratch, ptr %status) {
   %kept = lshr i64 %task, 40
   %number = and i64 %task, 1099511627775
   %q = getelementptr i64, ptr %p, i64 %number
-  store i64 %kept, ptr %q
+  %own = ptrtoint ptr %scratch to i64
+  %both = add i64 %own, %kept
+  store i64 %both, ptr %q
   ret void
 }
 define void @relay(ptr %args, i64 %task, ptr %scratch, ptr %status) {
@@ -328,14 +330,18 @@ def test_a_thread_takes_the_last_tasks_of_another_part_when_its_own_is_done(task
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_task_is_told_that_its_thread_ran_another_one_of_the_step(threads):
-    first, other, third = (np.full(n, 7, np.int64) for n in (6, 6, 1))
-    steps = [("again", 6, (first,)), ("again", 6, (other,)), ("again", 1, (third,))]
-    table = Table(steps, threads, again=[KEPT, 0, KEPT])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_task_is_told_that_its_thread_ran_another_one_of_the_step(threads, grouped):
+    """The first one of each thread in each step is not: others may have used the scratch in between."""
+    found = [np.zeros(n, np.int64) for n in (4, 4, 4, 1)]
+    steps = [("again", len(x), (x,)) for x in found]
+    table = Table(steps, threads, after=[8, 4, 0, 0] if grouped else [0] * 4, again=[KEPT, 0, KEPT, KEPT])
     for _ in range(200):
         assert table.run() == 0
-        assert 1 <= (first == 0).sum() <= threads and (first <= 1).all(), "the first task of each thread"
-        assert not other.any() and not third.any()
+        first, other, third, last = ([sorted(x[x // 2 == own] % 2) for own in set(x // 2)] for x in found)
+        for of_thread in (*first, *third, *last):
+            assert of_thread[0] == 0 and (grouped or sum(of_thread) == len(of_thread) - 1)
+        assert not any(map(sum, other))
 
 
 def test_a_group_of_more_tasks_than_a_word_counts():

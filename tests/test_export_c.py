@@ -109,6 +109,20 @@ def test_a_network_with_weights_on_any_number_of_threads(tmp_path):
         model.close()
 
 
+def test_threads_keep_a_row_that_they_computed_in_front_of_a_product(tmp_path):
+    g, x = rlx.Graph("row"), np.random.default_rng(1).standard_normal((1, 512)).astype(np.float32)
+    g.set_outputs([rlx.exp(g.input("x", x.shape, "f32") * 0.5) @ g.param("w", (512, 4096), "f32")])
+    made = Session(threads=2).compile(g)
+    made.set_param("w", np.ones((512, 4096), np.float32))
+    ((_, code),) = made._executable._code.artifact.coded["steps"]  # type: ignore[attr-defined]
+    path = made.export_c(tmp_path)
+    assert code.keeps and np.array([code.tasks, 0, code.keeps], np.int64).tobytes() in path.read_bytes(), "its row of the table"
+    model = Model(path, 2)
+    for n in range(20):
+        assert model.run({"x": x * n}) == [made.run({"x": x * n})[0].tobytes()]
+    model.close()
+
+
 def test_states_and_a_run_that_fails(tmp_path):
     _, counter = graphs()
     model = Model(counter.export_c(tmp_path))
