@@ -134,6 +134,21 @@ def test_without_weights_they_are_set_after_the_load(made, tmp_path):
     assert not (tmp_path / "unset.rlx").exists()
 
 
+def test_params_that_nothing_reads_and_those_without_elements_are_set_after_a_load(tmp_path):
+    x = np.arange(3, dtype=np.float32)
+    for dims, used in (((4,), False), ((0, 3), True)):
+        g = rlx.Graph("few")
+        p = g.param("p", dims, rlx.f32)
+        g.set_outputs([g.input("x", (3,), rlx.f32) + 1.0, *[rlx.concat(p, p, axis=0)] * used])
+        compiled = Session("cpu").compile(g)
+        compiled.set_param("p", np.zeros(dims, np.float32))
+        compiled.save(tmp_path / "few.rlx")
+        again = rlx.load(tmp_path / "few.rlx")
+        assert not again.missing_params() and (again.run({"x": x})[0] == x + 1).all()
+        compiled.save(tmp_path / "bare.rlx", weights=False)
+        assert rlx.load(tmp_path / "bare.rlx").missing_params() == ["p"]
+
+
 def test_several_graphs_share_weights_and_states_as_before(made, tmp_path):
     found = rlx.load(made[0])
     assert isinstance(found, ArtifactFile) and list(found) == ["layers", "counter"] and len(found) == 2

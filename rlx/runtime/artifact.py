@@ -81,7 +81,7 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
         self.manifest = self._file.manifest
         try:
             self.kind, rows = as_text(self.manifest["kind"]), [self._row(i, r) for i, r in enumerate(self.manifest["programs"])]
-            self._weights = [(as_text(w["device"]), w["entries"]) for w in self.manifest["weights"]]
+            self._weights = [(as_text(w["device"]), w["entries"], w.get("stored") is True) for w in self.manifest["weights"]]
             self._host = [as_text(key) for key in self.manifest["host"]]
             if not rows:
                 raise ValueError("no programs")
@@ -201,12 +201,12 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
             given = self._read_weights(row, artifact.program)
             read = time.perf_counter()
             if self.device.name == "cpu":  # in place
-                params.entries |= {b.name: HostBlock(data) for b, data in given if b.name not in params.entries}
+                params.entries |= {b.name: HostBlock(data) for b, data in given or () if b.name not in params.entries}
             executable = backend.load(artifact, params, self.device.index, self.handles(row.name))
             tiers = tiers_in(executable)
             if self.device.name != "cpu" and tiers is not None:
                 self.placed(tiers)
-            if given:
+            if given is not None:
                 _count_as_set(params, artifact.program, executable, given if self.device.name != "cpu" else [])
             return self._graph(row, artifact, executable, options, (begun, read), tuning, lambda: work)
         except (MemoryError, OSError) as e:
@@ -257,14 +257,16 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
 
     # -- weights
 
-    def _read_weights(self, row: _Row, program: Program) -> list[tuple[BufferDecl, np.ndarray]]:
-        """Each buffer of weights of a program, with its bytes in the file. Empty: the file was saved without weights."""
+    def _read_weights(self, row: _Row, program: Program) -> list[tuple[BufferDecl, np.ndarray]] | None:
+        """Each buffer of weights of a program, with its bytes in the file. None: the file was saved without weights."""
         if row.weights not in self._tables:
             self._tables[row.weights] = self._table(row)
         table, wanted = self._tables[row.weights], weights_of(program)
-        if table and (missing := [b.name[:60] for b in wanted if b.name not in table]):
+        if not table and not self._weights[row.weights][2]:
+            return None
+        if missing := [b.name[:60] for b in wanted if b.name not in table]:
             raise self._damaged(f"program {row.name!r} lacks the weights of {known(missing)}")
-        given = [(b, table[b.name]) for b in wanted if table]
+        given = [(b, table[b.name]) for b in wanted]
         for b, data in given:
             if data.size != b.nbytes:
                 raise self._damaged(f"{b.name[:60]!r} has {data.size} bytes of weights, the program needs {b.nbytes}")
@@ -272,7 +274,7 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
 
     def _table(self, row: _Row) -> dict[str, np.ndarray]:
         """Name -> bytes of the weights in a section."""
-        device, entries = self._weights[row.weights] if row.weights < len(self._weights) else ("", None)
+        device, entries, _ = self._weights[row.weights] if row.weights < len(self._weights) else ("", None, False)
         if device != row.device or not isinstance(entries, list):
             raise self._damaged(f"program {row.name!r} names weights that are not there")
         table: dict[str, np.ndarray] = {}

@@ -98,7 +98,7 @@ def _save(
             "options": _options_facts(graph.options), "weights": store.number,
             "states": states.setdefault(id(graph.handles), len(states)),
         })  # fmt: skip
-    for store in (s for s in stores.values() if s.size):
+    for store in (s for s in stores.values() if s.entries):
         writer.add(f"weights/{store.number}", store.parts, mapped=True)
     own = _own_code() if any(g.device.name == "cpu" for _, g in programs) else {}
     for i, code in enumerate(own.values()):
@@ -107,7 +107,7 @@ def _save(
         writer.add(name, [content])
     version = sys.modules["rlx"].__version__  # not imported: the package imports this module
     about = {"kind": GRAPHS, "rlx": version, "sources": source_digest(), "programs": rows, "host": list(own)}
-    about["weights"] = [{"device": s.device, "entries": s.entries} for s in stores.values()]
+    about["weights"] = [{"device": s.device, "entries": s.entries, "stored": weights} for s in stores.values()]
     return writer.write({**about, **(facts or {})})
 
 
