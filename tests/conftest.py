@@ -35,7 +35,7 @@ LONG = (  # files that take long, the longest first
     "ops", "language", "experts", "tensor_parallel", "cuda_kernels", "c_backend", "generated_code", "cuda", "ranks_mpi",
     "padding", "aarch64", "add_an_op_doc", "cli", "ranks_shm", "launch", "cpu_attention", "expert_budget", "cuda_narrow",
     "convolution", "cuda_blocks", "cuda_residency", "cpu_contract", "expert_residency", "c_style", "generate", "cpu_amx",
-    "artifact_models", "kernel_texts", "models", "tune", "limits", "verifying", "program_parse", "memory", "onnx_backend",
+    "artifact_models", "kernel_texts", "models", "tune", "limits", "verifying", "memory", "onnx_backend",
     "int8", "explain_command",
 )  # fmt: skip
 
