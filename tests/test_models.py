@@ -25,7 +25,7 @@ TOLERANCE = 1e-5  # max abs difference of normalised embeddings in f32
 
 
 class Reference:
-    """The folder's network and tokenizer by transformers, one text at a time, so that there is no padding at all."""
+    """The folder's network and tokenizer by transformers: texts of as many tokens together, without any padding."""
 
     def __init__(self, folder: Path, max_length: int, pooling: str = "mean", normalize: bool = True) -> None:
         self.network = transformers.AutoModel.from_pretrained(folder).eval()
@@ -33,14 +33,18 @@ class Reference:
         self.max_length, self.pooling, self.normalize = max_length, pooling, normalize
 
     def embed(self, texts: list[str]) -> np.ndarray:
-        return np.stack([self._one(t) for t in texts])
+        tokens = self.tokenizer(texts, truncation=True, max_length=self.max_length, padding=False)["input_ids"]
+        found: dict[int, np.ndarray] = {}
+        for length in {*map(len, tokens)}:
+            alike = [i for i, ids in enumerate(tokens) if len(ids) == length]
+            found.update(zip(alike, self._of_one_length([tokens[i] for i in alike])))
+        return np.stack([found[i] for i in range(len(texts))])
 
-    def _one(self, text: str) -> np.ndarray:
-        inputs = self.tokenizer(text, truncation=True, max_length=self.max_length, padding=False, return_tensors="pt")
+    def _of_one_length(self, tokens: list[list[int]]) -> np.ndarray:
         with torch.inference_mode():
-            x = self.network(**inputs).last_hidden_state[0]
-            pooled = x[0] if self.pooling == "cls" else x.mean(0)
-            return (torch.nn.functional.normalize(pooled, dim=0) if self.normalize else pooled).numpy()
+            x = self.network(torch.tensor(tokens)).last_hidden_state
+            pooled = x[:, 0] if self.pooling == "cls" else x.mean(1)
+            return (torch.nn.functional.normalize(pooled, dim=1) if self.normalize else pooled).numpy()
 
 
 @pytest.fixture(scope="module")
