@@ -26,7 +26,7 @@ from small_programs import (
     transposed,
 )
 
-from rlx.compiler import CompileOptions, lower
+from rlx.compiler import CompileOptions, lower, memory
 from rlx.compiler.check import _Facts, _overwrites_after_reading, check_program, program_faults
 from rlx.compiler.memory import Lifetime, lifetimes, no_pairs, plan_arena
 from rlx.errors import PlanError
@@ -51,7 +51,8 @@ from rlx.ir.kernel import (
 )
 from rlx.ir.kernel import Native as NativeStmt
 from rlx.ir.overlap import may_overlap, unaliased
-from rlx.ir.program import Region
+from rlx.ir.program import BufferDecl, Region, Step
+from rlx.ir.shape import Shape
 
 # -- in place ------------------------------------------------------------------------------------------------------
 
@@ -312,6 +313,15 @@ def test_a_buffer_passed_twice_is_in_place_only_if_both_readings_allow_it():
         program = m.program()
         check_program(program)
         assert (program.plan.offsets[t] == program.plan.offsets[out_id]) is not twice
+
+
+def test_the_order_of_first_use_is_kept_where_it_needs_less(monkeypatch):
+    """By size, the two large ones get one place, which the first small one does not leave."""
+    sizes, lives = (128, 256, 128, 256), ((0, 3), (4, 4), (3, 4), (0, 1))
+    monkeypatch.setattr(memory, "lifetimes", lambda *_: {i: Lifetime(*life) for i, life in enumerate(lives)})
+    decls = [BufferDecl(i, Region.ARENA, Shape((n // 4,), f32), f"%{i}") for i, n in enumerate(sizes)]
+    steps = [Step(pointwise(), ())] * 5
+    assert plan_arena(decls, steps, (), 64, reuse=False).size_bytes == 384
 
 
 def test_dead_empty_and_unused_buffers():
