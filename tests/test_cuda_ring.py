@@ -128,10 +128,11 @@ def test_a_smaller_gpu_gets_as_many_blocks_as_it_runs_at_once():
     assert launch_of(kernel(product(1, 4096, 1024)), "sm_90a", 114).blocks == 114
 
 
-def test_a_batch_of_no_products_has_a_launch():
+@pytest.mark.parametrize(("rows", "dtype"), [(1, "bf16"), (33, "f32")])
+def test_a_batch_of_no_products_has_a_launch(rows, dtype):
     """Segments of no rows are one, and the compile divided by its number of products."""
     g = rlx.Graph("empty")
-    x, w = g.input("x", (0, 1, 1024), "bf16"), g.param("w", (0, 512, 1024), "bf16")
+    x, w = g.input("x", (0, rows, 1024), dtype), g.param("w", (0, 512, 1024), dtype)
     g.set_outputs([x @ rlx.transpose(w, (0, 2, 1))])
     assert launch_of(kernel(g)).blocks == 0
 

@@ -9,13 +9,12 @@ beyond it, and stores what no other tile does.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from rlx.backends.cuda.render import CudaWriter
-from rlx.backends.cuda.schedule import WARP, Tiled, apart
+from rlx.backends.cuda.schedule import WARP, Tiled, apart, busy_points
 from rlx.backends.cuda.vectors import aligned, width
 from rlx.ir.dtype import f32
 from rlx.ir.kernel import Contract, Kernel, Operand, Stmt
@@ -104,7 +103,7 @@ def by_fma(
         return None
     if any(not isinstance(o, Operand) or o.panel or o.blocks or o.dtype != f32 for o in (c.a, c.b)):
         return None
-    points = math.prod(n for _, n in kernel.grid)
+    points = busy_points(kernel, None)
     sizes = [s for s in SIZES if s.shared <= most and (clusters or s.parts == 1)]
     chosen = size or min(sizes, key=lambda s: s.cost(c, points, multiprocessors))
     threads = chosen.threads
