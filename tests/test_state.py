@@ -240,6 +240,16 @@ def with_updates() -> rlx.Graph:
     return state_pass(cache(), Compilation(get("ref").target(), rlx.CompileOptions()))
 
 
+@pytest.mark.parametrize("capacity", [2, 100])
+def test_a_row_taken_modulo_one_is_row_zero(session: rlx.Session, capacity: int) -> None:
+    """What is the same for all rows holds comparisons of constants then, and a search for the row at which it changes failed."""
+    g = rlx.Graph("ring")
+    old, new, i = (g.input(name, dims, "i64") for name, dims in (("old", (capacity,)), ("new", (capacity,)), ("i", ())))
+    g.set_outputs([rlx.update_rows(old, new, i % 1)])
+    rows = np.arange(capacity)
+    assert (session.compile(g).run({"old": -rows, "new": rows, "i": np.array(5)})[0] == rows).all()
+
+
 def test_updates_are_printed_parsed_and_evaluated() -> None:
     g, plain = with_updates(), cache()
     assert "  update rows = %" in str(g) and str(rlx.Graph.parse(str(g))) == str(g)

@@ -35,7 +35,12 @@ def _is_threshold(e: Expr, var: Var, scope: Scope) -> bool:
     """Whether `e` compares integers that are linear in `var`, and depends on no other variable."""
     if not isinstance(e, Alu) or e.op not in ("lt", "le") or list(scope.names_in(e)) != [var]:
         return False
-    return all(a.dtype.is_int and coefficient(a, var) is not None for a in e.args)
+    return all(a.dtype.is_int and coefficient(a, var) is not None and _is_known(a, var) for a in e.args)
+
+
+def _is_known(e: Expr, var: Var) -> bool:
+    """Whether `_value` evaluates `e`: other ops may stand in what is the same for all iterations, as those of i % 1 do."""
+    return e is var or isinstance(e, Const) or (isinstance(e, Alu) and e.op in FOLD and all(_is_known(a, var) for a in e.args))
 
 
 def _switch(e: Expr, loop: Loop) -> tuple[int, bool]:
