@@ -20,18 +20,20 @@ from typing import Any
 
 import collective_graphs as collectives
 import numpy as np
-from op_cases import Case, assert_same, cases
+from op_cases import AWKWARD, TOLERANCE, Case, assert_same, cases
 
 import rlx
 from rlx.backends import get
 from rlx.driver import device as known_devices
 from rlx.driver.symmetric import LocalTransport
 from rlx.errors import IndexRangeError
+from rlx.ir.dtype import as_dtype
 from rlx.ir.evaluate import evaluate, evaluate_ranks
 from rlx.ir.graph import Graph, Value, apply
 from rlx.ir.op import OPS, Kind
 
 F = np.float32
+EITHER = ("maximum", "minimum")  # of two zeros, either one
 NAMES = sorted(n for n, d in OPS.items() if d.kind is not Kind.LEAF)
 
 
@@ -103,6 +105,31 @@ def check_op(device: str, op: str) -> None:
         found = compiled.run(inputs)
         for array, (case, number) in zip(found, owners, strict=True):
             assert_same(array, case.expected[number], case.tolerance, f"{case} result {number} on {device}")
+
+
+def check_edges(device: str) -> None:
+    """Pointwise ops of every pair of edges of f32 and f64."""
+    for dtype in sorted({"f32", "f64"} & get(rlx.Device.parse(device).name).target(0).dtypes):
+        edges = [*AWKWARD["f"], -1.0, 0.5, -0.5, 2.5, -2.5, 1e-38, -1e-38, 1e-45, 3e38, -3e38]
+        x, y = (a.reshape(-1) for a in np.meshgrid(*[np.array(edges, as_dtype(dtype).numpy)] * 2))
+        check_pairs(device, x, y)
+
+
+def check_pairs(device: str, x: np.ndarray, y: np.ndarray) -> None:
+    """Zeros have the sign that numpy gives them, too: mod's is that of y, floor_div's that of x / y."""
+    g = Graph("edges")
+    operands = [g.input(name, x.shape, as_dtype(x.dtype)) for name in "xy"]
+    named = {n: d for n, d in OPS.items() if d.kind is Kind.POINTWISE and "f" in d.dtypes and not d.attrs}
+    named = {n: d for n, d in named.items() if d.arity in ((1, 1), (2, 2)) and n not in EITHER}
+    assert {"mod", "floor_div", "rem", "pow", "sign", "round"} <= set(named)
+    g.set_outputs([apply(d, operands[: d.arity[0]], {}) for d in named.values()])
+    inputs = {"x": x, "y": y}
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for name, found, want in zip(named, rlx.Session(device).compile(g).run(inputs), evaluate(g, inputs)[0], strict=True):
+            assert_same(found, want, TOLERANCE[str(operands[0].dtype)], f"{name} on {device}")
+            wrong = (want == 0) & (np.signbit(found) != np.signbit(want)) if want.dtype == x.dtype else np.zeros(1, bool)
+            assert not wrong.any(), f"{name} on {device}: {[*zip(x[wrong], y[wrong], found[wrong], want[wrong])][:3]}"
 
 
 # -- what a run reads and leaves -----------------------------------------------------------------------------------
@@ -299,7 +326,7 @@ def check_collective(device: str, name: str, ranks: int = 3) -> None:
                 collectives.same(a, b, f"{text} of {ranks} ranks on {device}")
 
 
-MEMORY_CHECKS = (check_weights, check_states, check_feeds, check_queue)
+OTHER_CHECKS = (check_edges, check_weights, check_states, check_feeds, check_queue)
 
 
 # -- all of it -----------------------------------------------------------------------------------------------------
@@ -308,7 +335,7 @@ MEMORY_CHECKS = (check_weights, check_states, check_feeds, check_queue)
 def checks(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
     """Every check, by a name to report."""
     yield from ((f"op {name}", lambda name=name: check_op(device, name)) for name in NAMES)
-    yield from ((what.__name__[6:], lambda what=what: what(device)) for what in MEMORY_CHECKS)
+    yield from ((what.__name__[6:], lambda what=what: what(device)) for what in OTHER_CHECKS)
     yield from ((f"length, {name}", lambda name=name: check_length(device, name)) for name in LENGTHS)
     yield from ((f"ranks, {name}", lambda name=name: check_collective(device, name)) for name in collectives.NAMES)
 

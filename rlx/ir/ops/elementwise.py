@@ -135,12 +135,18 @@ def _crosses(k: Builder, r: Expr, y: Expr) -> Expr:
 
 
 def _mod(k: Builder, x: Expr, y: Expr) -> Expr:
+    """A remainder of zero has the sign of y, too."""
     r = k.rem(x, y)
-    return r if x.dtype.kind == "u" else k.select(_crosses(k, r, y), k.add(r, y), r)
+    if x.dtype.kind == "u":
+        return r
+    between = k.select(_crosses(k, r, y), k.add(r, y), r)
+    if x.dtype.kind == "i":
+        return between
+    return k.select(k.eq(r, 0), k.select(k.lt(y, 0), k.const(-0.0, x.dtype), k.const(0.0, x.dtype)), between)
 
 
 def _floor_div(k: Builder, x: Expr, y: Expr) -> Expr:
-    """As numpy: exact where x / y would round up to the next whole number (1.0 // 0.1 is 9)."""
+    """As numpy: exact where x / y would round up to the next whole number (1.0 // 0.1 is 9); a zero has the sign of x / y."""
     if x.dtype.kind == "u":
         return k.div(x, y)
     r = k.rem(x, y)
@@ -150,6 +156,7 @@ def _floor_div(k: Builder, x: Expr, y: Expr) -> Expr:
     quotient = k.sub(k.div(k.sub(x, r), y), down)
     whole = k.floor(quotient)
     whole = k.select(k.lt(k.const(0.5, x.dtype), k.sub(quotient, whole)), k.add(whole, 1.0), whole)
+    whole = k.select(k.eq(quotient, 0), k.mul(k.div(x, y), 0.0), whole)
     return k.select(k.eq(y, 0), k.div(x, y), whole)
 
 
