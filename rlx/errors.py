@@ -43,7 +43,9 @@ A class that also derives from a built-in exception can be caught as either.
 
 from __future__ import annotations
 
+import operator
 import os
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -113,19 +115,48 @@ def known(names) -> str:
     return (shown + (f" and {len(names) - 12} more" if len(names) > 12 else "")) or "none"
 
 
-def as_path(path: Any) -> str:
+def as_path(path: Any, name: str = "a path") -> str:
     """The path as text. OptionError: it is none."""
     try:
         found = os.fspath(path)
-    except TypeError:
+        os.fsencode(found)
+    except (TypeError, UnicodeEncodeError):
         found = None
     if not isinstance(found, str) or not found or "\0" in found:
-        raise OptionError(f"a path is text or a pathlib.Path, got {path!r:.60}")
+        raise OptionError(f"{name} is text or a pathlib.Path, got {path!r:.60}")
     return found
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:
     """`value` as an int. OptionError if it is not an integer, or less than `least`."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or (least is not None and value < least):
-        raise OptionError(f"{name} is a whole number{'' if least is None else f' of at least {least}'}, got {value!r}")
-    return value.__index__()
+    try:
+        found = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or (least is not None and found < least):
+        raise OptionError(f"{name} is a whole number{'' if least is None else f' of at least {least}'}, got {value!r:.60}")
+    return found
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value`. OptionError if it is no bool: a text such as "no" would count as True."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} is True or False, got {value!r:.60}")
+    return value
+
+
+def items(wanted: str, given: Any, error: type[RlxError]) -> list[Any]:
+    """`given` as a list. `error`, which begins with `wanted`: it has no items, or is text or a mapping."""
+    try:
+        if not isinstance(given, (str, bytes, Mapping)):
+            return list(given)
+    except TypeError:  # also of arrays without dims, which have __iter__
+        pass
+    raise error(f"{wanted}; got {type(given).__name__} {given!r:.60}")
+
+
+def utf8(wanted: str, given: Any, error: type[RlxError], least: int = 0) -> str:
+    """`given`. `error`, which begins with `wanted`: it is not text that files can hold, or has less than `least` characters."""
+    if not isinstance(given, str) or len(given) < least or any("\ud800" <= c <= "\udfff" for c in given):
+        raise error(f"{wanted}, got {given!r:.60}")
+    return given

@@ -296,7 +296,7 @@ def test_sizes_and_contents_that_are_none_are_refused():
     for dims in ({"n": "2"}, {"n": -1}, [2]):
         with pytest.raises(OptionError, match="dims are {name: size}"):
             rlx.from_onnx(proto, dims=dims)
-    with pytest.raises(OptionError, match="states is a number of rows, got 0"):
+    with pytest.raises(OptionError, match="rows of past keys and values, is a whole number of at least 1, got 0"):
         OnnxModel(proto, states=0)
     with pytest.raises(ModelError, match=r"no past… inputs with present… outputs"):
         OnnxModel(proto, states=8)

@@ -54,16 +54,16 @@ def test_chaining_makes_new_options():
     "bad, says",
     [
         ({"precision": "f8"}, "precision='f8' is not a policy; choose one of 'auto', 'bf16', 'f16', 'f32'"),
-        ({"disable": "fuse"}, "a collection of pass names, got 'fuse'"),
+        ({"disable": "fuse"}, "a collection of pass names, of .*; got str 'fuse'"),
         ({"disable": ("legalise",)}, r"disable=\['legalise'\]: not passes that can be left out; those are 'canonicalise', "),
         ({"disable": ("beside",)}, "not passes that can be left out; .*; 'beside' is now called 'concurrent'"),
-        ({"alignment": 32}, "alignment=32: give a power of two of at least 64"),
+        ({"alignment": 32}, "alignment=32: give a power of two from 64 to"),
         ({"alignment": 96}, "power of two"),
         ({"alignment": "64"}, "alignment is a whole number, got '64'"),
         ({"threads": 0}, "threads=0: give at least 1, or None"),
         ({"threads": True}, "threads is a whole number, got True"),
-        ({"dims": {"n": -1}}, r"dims\['n'\]=-1: a size cannot be negative"),
-        ({"dims": {"n": 2.5}}, r"dims\['n'\] is a whole number, got 2.5"),
+        ({"dims": {"n": -1}}, r"dims\['n'\] is a whole number of at least 0, got -1"),
+        ({"dims": {"n": 2.5}}, r"dims\['n'\] is a whole number of at least 0, got 2.5"),
         ({"dims": {3: 3}}, "a dim's name is an identifier, got 3"),
         ({"dims": 7}, "dims maps names to sizes"),
         ({"checked": 1}, "checked is True or False, got 1"),
@@ -72,7 +72,7 @@ def test_chaining_makes_new_options():
             {"handles": (STATE, BufferHandle("state", (5,), "f32"))},
             r"'state' is bound as f32\[4\] and as f32\[5\]; use two names",
         ),
-        ({"dump": 3}, "dump is a folder's path or None, got 3"),
+        ({"dump": 3}, "dump is text or a pathlib.Path, got 3"),
     ],
 )
 def test_bad_values_say_what_to_do(bad, says):
@@ -95,7 +95,7 @@ def test_threads_of_a_session_are_a_whole_number(threads):
 @pytest.mark.parametrize("options", [5, {"threads": 1}])
 def test_options_are_options(options):
     for compiled in (rlx.jit, rlx.compile):
-        with pytest.raises(OptionError, match=f"options are CompileOptions, got {type(options).__name__}"):
+        with pytest.raises(OptionError, match=rf"options are rlx.CompileOptions\(...\), got {type(options).__name__}"):
             compiled(lambda x: x, options=options)
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, replace
 from math import inf
-from os import PathLike, fspath
-from types import NoneType
+from os import PathLike
 from typing import Any
 
-from rlx.errors import OptionError, known, whole
+from rlx.errors import OptionError, as_path, flag, items, known, whole
 from rlx.ir.handle import BufferHandle
 from rlx.ir.kernel import Kernel
 from rlx.ir.keys import UNSEEN, key_facts
@@ -25,7 +24,7 @@ RENAMED_PASSES = {"beside": "concurrent"}
 TUNE_SECONDS = 10.0  # tuning time per compile with tune=True
 AUTO = "auto"  # the size of a dim that is left open
 Foresee = Callable[[Kernel, bool], None]  # see rlx.compiler.lower
-LEAST_ALIGNMENT = 64  # bytes: one AVX-512 register, one cache line
+ALIGNMENTS = 64, 1 << 30  # bytes: from one AVX-512 register, one cache line, to one huge page
 
 
 @record
@@ -61,27 +60,25 @@ class CompileOptions:
     tune: bool | float | Tilings | Tuning | Mapping[str, Mapping[str, int]] | str | PathLike[str] = 0.0
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
+        if not isinstance(self.precision, str) or self.precision not in PRECISIONS:
             raise OptionError(f"precision={self.precision!r} is not a policy; choose one of {known(PRECISIONS)}")
-        for flag in ("checked", "debug", "verbose"):
-            if not isinstance(getattr(self, flag), bool):
-                raise OptionError(f"{flag} is True or False, got {getattr(self, flag)!r}")
+        for name in ("checked", "debug", "verbose"):
+            flag(name, getattr(self, name))
         if self.deterministic is not True:
             raise OptionError(
                 f"deterministic={self.deterministic!r}: runs always give the same bits, and none is faster without; leave it out"
             )
         if self.threads is not None and whole("threads", self.threads) < 1:
             raise OptionError(f"threads={self.threads}: give at least 1, or None for all that the process may use")
-        if (a := self.alignment) is not None and (whole("alignment", a) < LEAST_ALIGNMENT or a & (a - 1)):
-            raise OptionError(f"alignment={a}: give a power of two of at least {LEAST_ALIGNMENT} bytes, or None for the target's")
-        if not isinstance(self.dump, (str, PathLike, NoneType)):
-            raise OptionError(f"dump is a folder's path or None, got {self.dump!r}")
+        least, most = ALIGNMENTS
+        if (a := self.alignment) is not None and (not least <= whole("alignment", a) <= most or a & (a - 1)):
+            raise OptionError(f"alignment={a}: give a power of two from {least} to {most} bytes, or None for the target's")
         normal = {
             "disable": _pass_names(self.disable),
             "dims": _dim_values(self.dims),
             "extent": _active(self.extent, self.dims),
             "handles": _handles(self.handles),
-            "dump": None if self.dump is None else fspath(self.dump),
+            "dump": None if self.dump is None else as_path(self.dump, "dump"),
             "tune": _tuned(self.tune),
         }
         vars(self).update(normal)  # the record is frozen from here on
@@ -102,7 +99,7 @@ class CompileOptions:
 
     def bind_dims(self, binding: Mapping[str, int] | None = None, **dims: int) -> CompileOptions:
         """With values for named dims, added to the existing ones; a later value replaces an earlier one."""
-        return replace(self, dims={**self.binding, **(binding or {}), **dims})
+        return replace(self, dims={**self.binding, **dict(_dim_values(() if binding is None else binding)), **dims})
 
     def bind_extent(self, name: str, upper: int) -> CompileOptions:
         """With the named dim bound to its upper bound, and active: CompiledGraph.set_active_extent sets the number of valid rows
@@ -140,9 +137,7 @@ class CompileOptions:
 
 
 def _pass_names(names: Any) -> tuple[str, ...]:
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise OptionError(f"disable is a collection of pass names, got {names!r}; choose from {known(OPTIONAL_PASSES)}")
-    names = list(names)
+    names = items(f"disable is a collection of pass names, of {known(OPTIONAL_PASSES)}", names, OptionError)
     if wrong := [n for n in names if n not in OPTIONAL_PASSES]:
         renamed = "".join(f"; {old!r} is now called {new!r}" for old, new in RENAMED_PASSES.items() if old in wrong)
         raise OptionError(f"disable={wrong}: not passes that can be left out; those are {known(OPTIONAL_PASSES)}{renamed}")
@@ -151,25 +146,25 @@ def _pass_names(names: Any) -> tuple[str, ...]:
 
 def _dim_values(dims: Any) -> tuple[tuple[str, int | str], ...]:
     try:
-        items = dict(dims).items()
+        given = dict(dims)
     except (TypeError, ValueError):
         raise OptionError(f"dims maps names to sizes, as {{'batch': 8}}; got {dims!r}") from None
-    for name, value in items:
+    for name, value in given.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise OptionError(f"dims: a dim's name is an identifier, got {name!r}")
         if isinstance(value, str) and value != AUTO:
             raise OptionError(f"dims[{name!r}]={value!r}: a size is a number, or 'auto'")
-        if value != AUTO and whole(f"dims[{name!r}]", value) < 0:
-            raise OptionError(f"dims[{name!r}]={value}: a size cannot be negative")
-    if len(found := [name for name, value in items if value == AUTO]) > 1:
+        if not isinstance(value, str):
+            given[name] = whole(f"dims[{name!r}]", value, 0)
+    if len(found := [name for name, value in given.items() if value == AUTO]) > 1:
         raise OptionError(f"dims: one dim can be 'auto', got {', '.join(found)}")
-    return tuple(sorted((name, value if value == AUTO else value.__index__()) for name, value in items))
+    return tuple(sorted(given.items()))
 
 
 def _active(extent: Any, dims: Any) -> tuple[str, int] | None:
     if extent is None:
         return None
-    if not isinstance(extent, tuple) or len(extent) != 2:
+    if not isinstance(extent, tuple) or len(extent) != 2 or not isinstance(extent[0], str):
         raise OptionError(f"extent is (name, upper bound), as ('seq', 128); got {extent!r}")
     ((name, upper),) = _dim_values({extent[0]: extent[1]})
     if isinstance(upper, str):
@@ -192,9 +187,7 @@ def _tuned(tune: Any) -> float | Tilings:
 
 def _handles(handles: Any) -> tuple[BufferHandle, ...]:
     by_name: dict[str, BufferHandle] = {}
-    if not isinstance(handles, Iterable):
-        raise OptionError(f"handles are BufferHandles, got {handles!r}")
-    for handle in handles:
+    for handle in items("handles are BufferHandles", handles, OptionError):
         if not isinstance(handle, BufferHandle):
             raise OptionError(f"handles are BufferHandles, got {handle!r}")
         other = by_name.setdefault(handle.name, handle)

@@ -108,6 +108,8 @@ def partition(graph: Graph, marks: Mapping[str, int | Split | None], ranks: int)
     be gathered at every run; it names the node and says why.
     """
     ranks = whole("ranks", ranks, 1)
+    if not isinstance(graph, Graph) or not isinstance(marks, Mapping):
+        raise OptionError(f"partition takes a Graph and {{name: axis}}, got {type(graph).__name__} and {type(marks).__name__}")
     for node in graph.nodes():
         if not all(s.is_static for s in node.shapes):
             raise UnboundDimError(f"graph {graph.name!r}: {where(node)} has named dims; partition takes a graph of known sizes")

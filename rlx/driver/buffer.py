@@ -64,7 +64,11 @@ class Buffer:
         place = tuple(producer.__dlpack_device__())
         if place[0] != DLPACK_CPU[0]:
             raise TransferError(f"the tensor is on DLPack device {place}, not in host memory; copy it to the host first")
-        return Buffer.from_numpy(of_dlpack(producer))
+        try:
+            array = of_dlpack(producer)
+        except (BufferError, RuntimeError, TypeError, ValueError) as e:
+            raise TransferError(f"the {type(producer).__name__} does not share its memory: {e}") from e
+        return Buffer.from_numpy(array)
 
     # -- facts
 

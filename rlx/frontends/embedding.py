@@ -29,6 +29,7 @@ from rlx.ir.graph import Value
 from rlx.ir.shown import Shown
 from rlx.records import record
 from rlx.runtime import CompiledGraph, CompileOptions, ParamStore, Session, SymmetricTransport, agreed
+from rlx.runtime.session import with_more
 
 if TYPE_CHECKING:
     from rlx.runtime import Partitioned, Profile
@@ -79,7 +80,7 @@ class EmbeddingModel(Shown):
     ) -> None:  # fmt: skip
         """`transport` (or the session's own): connects the ranks that share the work. Each rank creates a model and calls the
         same methods with the same arguments. It runs its part of each batch, and gets the complete result."""
-        self._session = shared_session(session, transport)
+        self._session, self._options = shared_session(session, transport), with_more(options)
         self.device = self._session.device
         self.transport, self.ranks, self.rank = together(self._session)
         self.seconds = Seconds()  # time spent, by phase
@@ -91,7 +92,6 @@ class EmbeddingModel(Shown):
             self._tokenizer = folder_tokenizer(self.folder, self.config.max_position_embeddings)
         if (have := self._tokenizer.vocab_size) > (room := self.config.vocab_size):
             raise ModelError(f"{self.folder}: tokenizer.json has {have} tokens, the network's vocab_size is {room}")
-        self._options = options or CompileOptions()
         self._compiled: OrderedDict[tuple[int, int], tuple[CompiledGraph, Partitioned | None]] = OrderedDict()
         self._params: ParamStore | None = None  # shared by every shape
         self._lock = Lock()

@@ -30,6 +30,7 @@ from rlx.ir.graph import Graph
 from rlx.ir.placement import Split
 from rlx.ir.shown import Shown
 from rlx.runtime.saving import save
+from rlx.runtime.session import with_more
 
 from rlx.errors import (  # isort: skip
     BindingError, CorruptFileError, IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError, Unsupported,
@@ -90,23 +91,24 @@ class LanguageModel(Shown):
         Raises ModelError saying what is missing or unsupported, CorruptFileError for a damaged file.
         """
         self.seconds = Seconds()  # time spent, by phase
+        self._session, self._options = shared_session(session, transport), with_more(options)
+        if not isinstance(cache, str) or cache not in CACHES:
+            raise OptionError(f"cache={cache!r:.60}: choose one of {known(CACHES)}")
         self.path, self.batch = model_path(path), whole("batch", batch, 1)
-        self._session = shared_session(session, transport)
+        wanted = None if capacity is None else whole("capacity", capacity, 1)
         self.device = self._session.device
         self.transport, self.ranks, rank = together(self._session)
         with self.seconds.spent("read model"):
             self.checkpoint = Checkpoint(self.path, weights, self.ranks, rank)
         self.config = self.checkpoint.config
         longest = self.config.max_position_embeddings
-        self.capacity = min(DEFAULT_CAPACITY, longest) if capacity is None else whole("capacity", capacity, 1)
+        self.capacity = min(DEFAULT_CAPACITY, longest) if wanted is None else wanted
         if self.capacity > longest:
             raise OptionError(f"capacity={capacity}: the model has {longest} positions")
-        if cache not in CACHES:
-            raise OptionError(f"cache={cache!r}: choose one of {known(CACHES)}")
         self.cache, self.ladder = cache, LADDER
         self.params: ParamStore | None = None  # shared by every graph
         self.handles = HandleStore()  # the state; also shared by every graph
-        self._options, self._progress = options or CompileOptions(), progress
+        self._progress = progress
         how = expert_budget, expert_policy, expert_profile, record_experts
         self._experts = ModelExperts(self.config, self.path.name, *how)
         self.splits: dict[str, Split] = {}  # split of params and states among ranks

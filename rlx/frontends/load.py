@@ -110,8 +110,12 @@ def _stored(
     """The contents of an artifact file, of this kind if it is given. `session` and `options` set device and threads. Options
     that were fixed when the file was saved can be given again, but not otherwise (OptionError)."""
     of_file = {name: how.pop(name) for name in FROM_FILE if name in how}
+    if session is not None or options is not None:
+        from rlx.runtime.session import session_of, with_more  # with the compiler, which only their owners need
+
+        options = with_more(options)
     if session is not None:
-        of_file |= {"device": session.device, "threads": session.threads}
+        of_file |= {"device": session_of(session).device, "threads": session.threads}
         if session.transport is not None and session.transport.num_ranks > 1:
             raise Unsupported(f"{path} holds programs of one process: load the model's folder on several ranks")
     if options is not None:
@@ -121,6 +125,9 @@ def _stored(
     file = ArtifactFile(path, **of_file)
     if kind and file.kind != kind:
         raise ModelError(f"{path} holds {file.kind!r}, and {kind!r} is needed here")
+    about = file.manifest.get("model")
+    if model is not None and not (isinstance(about, Mapping) and about.get("files")):
+        raise OptionError(f"{path} needs no other files, got model={model!r:.60}: that is for a model saved without its weights")
     if file.kind == "encoder":
         from rlx.frontends.artifact import StoredEncoder
 

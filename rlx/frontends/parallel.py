@@ -15,6 +15,7 @@ from rlx.errors import ModelError, OptionError
 from rlx.ir.graph import Graph
 from rlx.ir.placement import Split
 from rlx.runtime import Session, SymmetricTransport
+from rlx.runtime.session import session_of
 
 if TYPE_CHECKING:
     from rlx.frontends.models.decoder import DecoderConfig
@@ -67,7 +68,7 @@ def decoder_marks(graph: Graph, config: DecoderConfig, ranks: int, block: Callab
 
 def shared_session(session: Session | None, transport: SymmetricTransport | None) -> Session:
     """The session for a model, from the given session or transport, or a new one. OptionError: the two do not belong together."""
-    session = session or Session(transport=transport)
+    session = Session(transport=transport) if session is None else session_of(session)
     if transport is not None and session.transport is not transport:
         raise OptionError("the transport is not the session's: give it to the session alone, Session(transport=…)")
     return session

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-from rlx.errors import DuplicateNameError, GraphError, ShapeError
+from rlx.errors import DuplicateNameError, GraphError, ShapeError, items, utf8
 from rlx.ir.dtype import DType
 from rlx.ir.handle import BufferHandle
 from rlx.ir.op import OPS, Kind, OpDef
@@ -60,9 +60,7 @@ class Building:
     """
 
     def __init__(self, name: str = "graph") -> None:
-        if not isinstance(name, str):
-            raise GraphError(f"the name of a graph is text, got {name!r}")
-        self.name = name
+        self.name = utf8("the name of a graph is text", name, GraphError)
         self.inputs: list[Value] = []
         self.params: list[Value] = []
         self.handles: list[Value] = []
@@ -107,8 +105,7 @@ class Building:
         return constant(data, dtype, name)
 
     def _add(self, group: list[Value], op: OpDef, name: str, shape: Shape) -> Value:
-        if not isinstance(name, str) or not name:
-            raise GraphError(f"{self.name}: an {op.name}'s name must be a non-empty string, got {name!r}")
+        name = utf8(f"{self.name}: an {op.name}'s name must be a non-empty string", name, GraphError, least=1)
         for other in self.leaves():
             if other.name == name:
                 found = f"the {other.node.op.name} {name!r} ({other.shape})"
@@ -155,16 +152,16 @@ class Building:
 
     def set_outputs(self, outputs: Iterable[Value], names: Iterable[str] | None = None) -> None:
         """Sets the results of a run, in this order. A Value may be given twice; an output may be an input."""
-        if isinstance(outputs, Value) or not isinstance(outputs, Iterable):
-            raise GraphError(f"graph {self.name!r}: outputs are a list of Values, got {type(outputs).__name__}")
-        outputs = list(outputs)
+        wanted = f"graph {self.name!r}: outputs are a list of Values"
+        outputs = items(wanted, None if isinstance(outputs, Value) else outputs, GraphError)
         for out in outputs:
             if not isinstance(out, Value):
                 raise GraphError(f"graph {self.name!r}: an output is a Value, got {type(out).__name__}")
         if names is None:
             own = [out.name for out in outputs]
             names = [name if name and name not in own[:i] else f"output{i}" for i, name in enumerate(own)]
-        names = list(names)
+        wanted = f"graph {self.name!r}: names of outputs are a list of texts"
+        names = [utf8(wanted, name, GraphError) for name in items(wanted, names, GraphError)]
         if len(names) != len(outputs) or len(set(names)) != len(names):
             raise DuplicateNameError(f"graph {self.name!r}: {len(outputs)} outputs need as many different names, got {names}")
         self.outputs, self.output_names = outputs, names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlx.errors import GraphError
+from rlx.errors import GraphError, utf8
 from rlx.ir.dtype import DType
 from rlx.ir.shape import DimLike, Shape
 from rlx.records import record
@@ -16,9 +16,7 @@ class BufferHandle:
     shape: Shape
 
     def __init__(self, name: str, dims: tuple[DimLike | str, ...] | int, dtype: DType | str) -> None:
-        if not name or not isinstance(name, str):
-            raise GraphError(f"a handle needs a name, got {name!r}")
-        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "name", utf8("a handle needs a name, which is text", name, GraphError, least=1))
         object.__setattr__(self, "shape", Shape(dims, dtype))
 
     def __repr__(self) -> str:

@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from rlx.errors import OptionError, items, whole
 from rlx.records import record
 
 ReduceName = Literal["sum", "mean", "max", "min"]
@@ -33,6 +34,10 @@ class Split:
 
     axis: int
     parts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        parts = items("the parts of a split are sizes", self.parts, OptionError)
+        vars(self).update(axis=whole("the axis of a split", self.axis), parts=tuple(whole("a part", n, 0) for n in parts))
 
     def __str__(self) -> str:
         return f"split({self.axis}{', ' + '+'.join(map(str, self.parts)) if len(self.parts) > 1 else ''})"

@@ -7,13 +7,14 @@ unknown. Sums of names are not supported: bind the dims first.
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
 
-from rlx.errors import IndexRangeError, ShapeError, UnboundDimError
+from rlx.errors import IndexRangeError, ShapeError, UnboundDimError, items, whole
 from rlx.ir.dtype import DType, as_dtype
 from rlx.records import record
 
@@ -26,12 +27,12 @@ class Dim:
     factor: int = 1
 
     def __init__(self, names: str | Iterable[str], factor: int = 1) -> None:
-        names = (names,) if isinstance(names, str) else tuple(sorted(names))
-        for name in names:
-            if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        found = [names] if isinstance(names, str) else items("a dim has names", names, ShapeError)
+        for name in found:
+            if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
                 raise ShapeError(f"a dim's name must be an identifier, got {name!r}")
-        object.__setattr__(self, "names", names)
-        object.__setattr__(self, "factor", int(factor))
+        object.__setattr__(self, "names", tuple(sorted(found)))
+        object.__setattr__(self, "factor", whole("the factor of a dim", factor))
 
     def __str__(self) -> str:
         return "*".join(([] if self.factor == 1 else [str(self.factor)]) + list(self.names))
@@ -63,8 +64,8 @@ def as_dim(x: int | str | Dim) -> DimLike:
     if isinstance(x, str):
         return Dim(x)
     try:
-        value = x.__index__()
-    except AttributeError:
+        value = operator.index(x)
+    except TypeError:
         raise ShapeError(f"a dim is an int or a name, got {x!r}") from None
     if value < 0:
         raise ShapeError(f"a dim cannot be negative, got {value}")
@@ -80,12 +81,12 @@ class Shape:
     dtype: DType
 
     def __init__(self, dims: Iterable[int | str | Dim] | int | str, dtype: DType | str) -> None:
-        if not isinstance(dims, (int, str, Dim, Iterable)):
-            raise ShapeError(f"dims are ints and names, or one of them, got {dims!r}")
-        dims = (dims,) if isinstance(dims, (int, str, Dim)) else tuple(dims)
+        if type(dims) is not tuple:  # the usual case, made often
+            one = isinstance(dims, (int, str, Dim))
+            dims = (dims,) if one else tuple(items("dims are ints and names, or one of them", dims, ShapeError))
         if len(dims) > MAX_RANK:
             raise ShapeError(f"a tensor has at most {MAX_RANK} dims, got {len(dims)}")
-        plain = all(type(d) is int and d >= 0 for d in dims)  # the usual case, made often
+        plain = all(type(d) is int and d >= 0 for d in dims)
         object.__setattr__(self, "dims", dims if plain else tuple(as_dim(d) for d in dims))
         object.__setattr__(self, "dtype", as_dtype(dtype))
 

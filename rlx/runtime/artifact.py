@@ -43,7 +43,7 @@ from rlx.runtime.stored import FORMAT, as_text, unpack
 
 from rlx.errors import (  # isort: skip
     BindingError, CompileError, CorruptFileError, DeviceUnavailableError, FormatError, ModelError, OutOfMemoryError, RlxError,
-    UnknownDeviceError, UnknownNameError, Unsupported, known, whole,
+    UnknownDeviceError, UnknownNameError, Unsupported, flag, known, whole,
 )  # fmt: skip
 
 @record
@@ -75,8 +75,8 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
         Raises OptionError (`threads`), ModelError (CorruptFileError, FormatError, UntrustedFileError), or DeviceUnavailableError:
         no program in the file runs on this machine."""
         self.path = Path(path)
-        self._file = Container(path, trust)
-        if verify:
+        self._file = Container(path, flag("trust", trust))
+        if flag("verify", verify):
             self._file.verify()
         self.manifest = self._file.manifest
         try:

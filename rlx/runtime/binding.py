@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from rlx.ir.graph import Active
 from rlx.ir.program import BufferDecl
 from rlx.ir.shape import Shape
 
-T = TypeVar("T")
 NUMBERS = {"b": "b", "i": "iuf", "u": "iuf", "f": "f", "c": "c"}  # kind of a list's or number's elements -> dtypes that hold them
 
 
@@ -67,13 +66,6 @@ def named(label: str, name: object) -> str:
     if not isinstance(name, str):
         raise UnknownNameError(f"the name of a {label} must be a string, got {name!r}")
     return name
-
-
-def each(wanted: str, given: Iterable[T]) -> list[T]:
-    """`given` as a list. BindingError, which begins with `wanted`: it is not iterable, or is text or a mapping."""
-    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
-        raise BindingError(f"{wanted}; got {type(given).__name__}")
-    return list(given)
 
 
 def by_name(label: str, given: Mapping[str, object], decls: Sequence[BufferDecl], adopt: Adopt | None = None) -> list[Any]:

@@ -18,7 +18,7 @@ import numpy as np
 from rlx.compiler.options import CompileOptions
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
-from rlx.errors import BindingError, InputShapeError, OptionError, UnknownNameError, known, whole
+from rlx.errors import BindingError, InputShapeError, OptionError, UnknownNameError, items, known, whole
 from rlx.forks import Lock
 from rlx.ir.graph import Graph
 from rlx.ir.shape import Dim
@@ -26,8 +26,8 @@ from rlx.ir.shown import Shown, counted, sized, some
 from rlx.ir.text import digest_lines
 from rlx.runtime.binding import filled_rows, fits
 from rlx.runtime.compiled import CompiledGraph
-from rlx.runtime.session import Session, with_more
-from rlx.runtime.weights import Params, store_of
+from rlx.runtime.session import Session, session_of, stores_of, with_more
+from rlx.runtime.weights import Params
 
 MAX_BYTES = 1 << 30
 REMEMBERED = 256  # reasons in the log, and keys of evicted executables
@@ -51,9 +51,7 @@ class CompileCache(Shown):
     misses."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
-            raise OptionError(f"max_bytes is a number of bytes, got {max_bytes!r}")
-        self.max_bytes, self.hits, self.misses, self.why = max_bytes, 0, 0, ""
+        self.max_bytes, self.hits, self.misses, self.why = whole("max_bytes", max_bytes, 0), 0, 0, ""
         self.log: deque[tuple[str, str]] = deque(maxlen=REMEMBERED)
         self._kept: OrderedDict[Key, tuple[CompiledGraph, Graph]] = OrderedDict()
         self._evicted: deque[Key] = deque(maxlen=REMEMBERED)
@@ -79,8 +77,8 @@ class CompileCache(Shown):
         Raises as session.compile does; nothing is cached then."""
         if not isinstance(session, Session) or not isinstance(graph, Graph):
             raise OptionError(f"compile takes a Session and a Graph, got {type(session).__name__} and {type(graph).__name__}")
-        store = store_of(params)
-        return self._get(_key(session, graph, with_more(options, more), store, handles), session, graph, store, handles)
+        stores = stores_of(params, handles)
+        return self._get(_key(session, graph, with_more(options, more), *stores), session, graph, *stores)
 
     def _get(
         self, key: Key, session: Session, graph: Graph, params: ParamStore | None, handles: HandleStore | None
@@ -149,8 +147,8 @@ def _differences(old: Key, new: Key) -> list[str]:
 def power_of_two_ladder(least: int, most: int) -> tuple[int, ...]:
     """least, 2 * least, 4 * least and so on, and finally `most`. No input is padded to more than twice its length, or to `least`
     if it is shorter than that."""
-    if not all(isinstance(n, int) and not isinstance(n, bool) for n in (least, most)) or not 1 <= least <= most:
-        raise OptionError(f"a ladder goes from at least 1 upwards, got {least!r} to {most!r}")
+    if (least := whole("least", least, 1)) > (most := whole("most", most)):
+        raise OptionError(f"a ladder goes from at least 1 upwards, got {least} to {most}")
     return (*(least << i for i in range(((most - 1) // least).bit_length())), most)
 
 
@@ -223,18 +221,20 @@ class BucketedCompileCache(Buckets):
     ) -> None:
         """`ladder`: the bucket sizes, ascending. `params`, `handles`: stores to share. `max_bytes`: limit for all executables
         together. `more`: fields of CompileOptions."""
+        if not isinstance(graph, Graph):
+            raise OptionError(f"buckets are of a Graph, got {type(graph).__name__}")
         named = Dim(dim)
         self._places = {str(v.name): [a for a, d in enumerate(v.dims) if d == named] for v in graph.inputs}
         if not any(self._places.values()):
             raise OptionError(f"no input of graph {graph.name!r} has a dim {dim!r} of its own")
-        rungs = tuple(ladder)
-        ints = all(isinstance(n, int) and not isinstance(n, bool) for n in rungs)
-        if not rungs or not ints or rungs[0] < 1 or sorted(set(rungs)) != list(rungs):
+        rungs = tuple(whole("a size of the ladder", n, 1) for n in items("a ladder is sizes", ladder, OptionError))
+        if not rungs or sorted(set(rungs)) != list(rungs):
             raise OptionError(f"a ladder is sizes of at least 1, ascending; got {ladder!r}")
         self.graph, self.name, self.dim, self.ladder = graph, graph.name, dim, rungs
         self.cache = CompileCache(max_bytes)
-        self.params, self.handles = store_of(params) or ParamStore(), handles or HandleStore()
-        self._session, self._options = session or Session(), with_more(options, more)
+        store, handles = stores_of(params, handles)
+        self.params, self.handles = store or ParamStore(), handles or HandleStore()
+        self._session, self._options = session_of(session), with_more(options, more)
         self._given: dict[str, np.ndarray] = dict(graph.weights)
         self._keys: dict[int, Key] = {}  # by bucket: saves a fingerprint of the graph at every run
         self._current: dict[int, tuple[CompiledGraph, int]] = {}  # by bucket: the generation of the weights that are set in it
@@ -277,7 +277,8 @@ class BucketedCompileCache(Buckets):
         save, which are compiled if need be; None: the whole ladder. Otherwise as rlx.save."""
         from rlx.runtime.saving import save  # not needed by most programs
 
-        chosen = self.ladder if sizes is None else tuple(sorted(set(sizes)))
+        given = self.ladder if sizes is None else items("sizes are some of the ladder", sizes, OptionError)
+        chosen = tuple(sorted({whole("a size", n) for n in given}))
         if not chosen or (extra := set(chosen) - set(self.ladder)):
             raise OptionError(f"sizes are some of the ladder {self.ladder}, got {sizes!r}{f': {known(extra)}' if chosen else ''}")
         graphs = {f"{self.name} {self.dim}={n}": self.bucket(n) for n in chosen}

@@ -27,14 +27,14 @@ from rlx.driver.handles import HandleStore, Snapshot
 from rlx.driver.stream import Pending
 
 from rlx.errors import (  # isort: skip
-    BindingError, DuplicateNameError, InputShapeError, NumericsError, OptionError, UnknownNameError, Unsupported, known,
+    BindingError, DuplicateNameError, InputShapeError, NumericsError, OptionError, UnknownNameError, Unsupported, items, known,
 )  # fmt: skip
 from rlx.host.gate import FastCalls, Gate
 from rlx.ir.dtype import DType
 from rlx.ir.graph import Node, Value
 from rlx.ir.program import BufferDecl, Program
 from rlx.ir.shown import Shown, counted, sized, some
-from rlx.runtime.binding import Declared, by_name, by_position, converted, each, fits, from_bytes, named, shaped
+from rlx.runtime.binding import Declared, by_name, by_position, converted, fits, from_bytes, named, shaped
 from rlx.runtime.calls import Beginning, bound, copies, in_machine_code
 from rlx.runtime.checked import check_numbers
 from rlx.runtime.experts import Capture, offloaded, set_resident, take_stats, tiers_of
@@ -183,7 +183,7 @@ class CompiledGraph(Shown):
         """Run once. Returns fresh arrays of the outputs `indices`, or of all outputs if it is None."""
         with self._beginning:
             given = range(len(self._program.outputs)) if indices is None else indices
-            wanted = [self._output_index(i) for i in each("indices are those of outputs, or None for all", given)]
+            wanted = [self._output_index(i) for i in items("indices are those of outputs, or None for all", given, BindingError)]
             arrays = by_name("input", inputs, self._inputs, self._executable.adopt)
         self._drain()
         with self._lock, self._gate:
@@ -287,7 +287,7 @@ class CompiledGraph(Shown):
         """The input's own slot, writable: fill it, pass it to run_slots, and nothing is copied. Where the host does not see the
         device's memory: an array of the host, always the same, which begins as a copy of the slot; runs copy it to the device."""
         for decl, view in zip(self._inputs, self._input_views):
-            if decl.name == name:
+            if decl.name == named("input", name):
                 if name not in self._staging:
                     self._staging[name] = self._executable.read(decl.id) if view is None else view
                 return self._staging[name]
@@ -341,7 +341,7 @@ class CompiledGraph(Shown):
         """Queue a run per input set and wait for all. Returns out[run][output], fresh arrays. All sets are checked before the
         first run. If a run fails all the same, this raises as sync_pending does and returns no results."""
         with self._beginning:
-            given = each("run_pipelined takes a sequence of {name: array}, one for each run", input_sets)
+            given = items("run_pipelined takes a sequence of {name: array}, one for each run", input_sets, BindingError)
             sets = [by_name("input", inputs, self._inputs, self._executable.adopt) for inputs in given]
         outputs, results = [o.buffer for o in self._program.outputs], []
         self._drain()  # earlier queued runs do not belong to this call
@@ -506,9 +506,8 @@ class CompiledGraph(Shown):
 
     def set_moe_resident_experts_per_layer(self, masks: Sequence[Sequence[bool] | np.ndarray]) -> None:
         """As set_moe_resident_experts, with a mask for each layer that has experts, in forward order."""
-        if not isinstance(masks, (Sequence, np.ndarray)) or isinstance(masks, str):
-            raise BindingError(f"set_moe_resident_experts_per_layer takes a mask for each layer, got {type(masks).__name__}")
-        set_resident(self._executable, self.device, list(masks))
+        given = items("set_moe_resident_experts_per_layer takes a mask for each layer", masks, BindingError)
+        set_resident(self._executable, self.device, given)
 
     def expert_tiers(self) -> ExpertTiers:
         """The tiers of the experts of these weights, shared by all executables on them: single experts are promoted and demoted

@@ -9,7 +9,7 @@ import numpy as np
 from rlx.driver.backend import Executable
 from rlx.driver.experts import ExpertTiers, ResidencyStats, Tiered, mask_of
 from rlx.driver.stream import Pending
-from rlx.errors import BindingError, InputShapeError, OptionError, Unsupported
+from rlx.errors import BindingError, InputShapeError, OptionError, Unsupported, whole
 
 
 class Capture:
@@ -26,8 +26,7 @@ class Capture:
     def arm(self, n: int) -> None:
         """Unsupported, OptionError: see CompiledGraph.enable_moe_topk_capture."""
         check_routers(self._executable)
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise OptionError(f"the choices captured for each token are 1 or more, got {n!r}")
+        n = whole("the number of choices captured for each token", n, 1)
         shapes = [r.shape.static for r in self._routers]
         for at, (_, k) in enumerate(shapes):
             if n > k:

@@ -22,7 +22,7 @@ from rlx import knobs
 from rlx.compiler.options import CompileOptions
 from rlx.driver.device import Device
 from rlx.driver.foreign import DLPACK_CPU, detached, on_host
-from rlx.errors import BindingError, GraphError, OptionError, known
+from rlx.errors import BindingError, GraphError, OptionError, items, known
 from rlx.forks import Lock
 from rlx.ir.dtype import DType, as_dtype
 from rlx.ir.graph import Graph, Value, constant
@@ -90,9 +90,10 @@ class Jitted:
         self.static, self.donate = self._names("static", static), self._names("donate", donate)
         parameters = self.__signature__.parameters
         self._fixed = {name: p.default for name, p in parameters.items() if not _is_data(p.default)}  # defaults that are static
-        if not isinstance(dims, Mapping) or not all(isinstance(of, Mapping) for of in dims.values()):
+        axes = dims.values() if isinstance(dims, Mapping) else [None]
+        if not all(isinstance(of, Mapping) and all(type(a) is int and isinstance(n, str) for a, n in of.items()) for of in axes):
             raise OptionError(f"dims are {{parameter: {{axis: name}}}}, as {{'x': {{0: 'batch'}}}}; got {dims!r:.80}")
-        self.dims = {name: dims[name] for name in self._names("dims", dims)}
+        self.dims = {name: dims[name] for name in self._names("dims", list(dims))}
         self.reasons: list[str] = []
         self._traced: dict[Signature, _Traced] = {}
         self._kept: dict[Signature, _Compiled] = {}
@@ -263,7 +264,8 @@ class Jitted:
     def _names(self, label: str, given: Iterable[str | int]) -> frozenset[str]:
         names = list(self.__signature__.parameters)
         found = set()
-        for x in (given,) if isinstance(given, (str, int)) else given:
+        wanted = f"{label} are names or positions of parameters of {self.name}"
+        for x in (given,) if isinstance(given, (str, int)) else items(wanted, given, OptionError):
             if isinstance(x, int) and -len(names) <= x < len(names):
                 x = names[x]
             if x not in names:
@@ -376,7 +378,7 @@ def jit(
     if not callable(function):
         raise OptionError(f"jit takes a function, got {type(function).__name__}")
     session = device if isinstance(device, Session) else Session(device)
-    return Jitted(function, session, with_more(options, more), static, donate, dims or {})
+    return Jitted(function, session, with_more(options, more), static, donate, {} if dims is None else dims)
 
 
 @overload

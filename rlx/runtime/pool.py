@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -42,6 +42,7 @@ class Tiers(Protocol):
     def set(self, masks: Sequence[np.ndarray]) -> None: ...
 
 
+@runtime_checkable
 class HasExperts(Protocol):
     """A CompiledGraph, or a LanguageModel."""
 
@@ -92,6 +93,8 @@ class ExpertPool(Shown):
 
         OptionError: a wrong argument, or a budget that does not hold one layer's experts in use. BindingError: there is a pool
         already. Unsupported: no experts, or a device without a slow tier."""
+        if not isinstance(of, HasExperts):
+            raise BindingError(f"an ExpertPool is of a CompiledGraph or a model, got {type(of).__name__}")
         self.tiers: Tiers = of.expert_tiers()
         if self.tiers.advisor is not None:
             raise BindingError("these weights have an ExpertPool already: close it first")

@@ -17,7 +17,7 @@ from rlx.driver.backend import Artifact, Executable, Exporting, Storable
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore
 from rlx.driver.memory import bytes_of
-from rlx.errors import BindingError, DuplicateNameError, MissingParamError, Unsupported, as_path, known
+from rlx.errors import BindingError, DuplicateNameError, MissingParamError, Unsupported, as_path, flag, known
 from rlx.host import calls, jit
 from rlx.host.container import Writer
 from rlx.host.disk import source_digest
@@ -65,7 +65,7 @@ def save(
 
     MissingParamError: a weight is not set. Unsupported: the device generates no code to store, or the graph has collectives.
     """
-    programs = _named(graphs)
+    programs, weights = _named(graphs), flag("weights", weights)
     with ExitStack() as stack:  # experts that are not resident stay in memory until they are written
         for tiers in {id(t): t for _, graph in programs if weights and (t := graph.params.store.experts)}.values():
             stack.enter_context(tiers.everything(tiers.params))

@@ -28,7 +28,7 @@ from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.report import CompileReport, MemoryPlan, Texts
 from rlx.runtime.stored import ADDRESSES, CacheEntry
 from rlx.runtime.tune import Progress, tune
-from rlx.runtime.weights import Params, planned_bytes, store_of
+from rlx.runtime.weights import Params, planned_bytes
 
 if TYPE_CHECKING:
     from rlx.compiler.origins import Origins
@@ -49,6 +49,8 @@ class Session(Shown):
         self.device = Device.parse(device)
         self.threads = None if threads is None else whole("threads", threads, 1)
         self._progress, self.transport = progress, transport
+        if progress is not None and not callable(progress):
+            raise OptionError(f"progress is called with (done, total, step), got {type(progress).__name__} {progress!r:.60}")
         if transport is not None and not isinstance(transport, SymmetricTransport):
             raise OptionError(f"transport is a SymmetricTransport, got {type(transport).__name__}")
         self._backend = backend_of(self.device)
@@ -78,10 +80,7 @@ class Session(Shown):
         """
         if not isinstance(graph, Graph):
             raise OptionError(f"compile takes a Graph, got {type(graph).__name__}")
-        params = store_of(params)
-        for name, store, kind in (("params", params, ParamStore), ("handles", handles, HandleStore)):
-            if store is not None and not isinstance(store, kind):
-                raise OptionError(f"compile takes {name} as a {kind.__name__}, got {type(store).__name__}")
+        params, handles = stores_of(params, handles)
         options = with_more(options, more)
         dump, verbose = options.dump or knobs.DUMP.get() or None, options.verbose or knobs.DEBUG.get() > 1
         options = options.replace(dump=dump, verbose=verbose)
@@ -178,11 +177,28 @@ def _origins(graph: Graph, target: Target, options: CompileOptions) -> Origins:
     return origins(graph, target, options)
 
 
-def with_more(options: CompileOptions | None, more: Mapping[str, Any]) -> CompileOptions:
-    """`options`, or the defaults, with more fields."""
-    if not isinstance(options := options or CompileOptions(), CompileOptions):
-        raise OptionError(f"options are CompileOptions, got {type(options).__name__}")
+def with_more(options: CompileOptions | None, more: Mapping[str, Any] | None = None) -> CompileOptions:
+    """`options`, or the defaults, with more fields. OptionError: they are something else."""
+    options = CompileOptions() if options is None else options
+    if not isinstance(options, CompileOptions):
+        raise OptionError(f"options are rlx.CompileOptions(...), got {type(options).__name__} {options!r:.60}")
     return options.replace(**more) if more else options
+
+
+def stores_of(params: ParamStore | Params | None, handles: HandleStore | None) -> tuple[ParamStore | None, HandleStore | None]:
+    """Stores to share. OptionError: they are something else."""
+    store = params.store if isinstance(params, Params) else params
+    for name, found, kind in (("params", store, ParamStore), ("handles", handles, HandleStore)):
+        if found is not None and not isinstance(found, kind):
+            raise OptionError(f"compile takes {name} as a {kind.__name__}, got {type(found).__name__}")
+    return store, handles
+
+
+def session_of(session: Session | None, device: Device | str = Device.CPU) -> Session:
+    """`session`, or a new one. OptionError: it is something else."""
+    if session is not None and not isinstance(session, Session):
+        raise OptionError(f"session is an rlx.Session(...), got {type(session).__name__} {session!r:.60}")
+    return Session(device) if session is None else session
 
 
 def _room(program: Program) -> str:

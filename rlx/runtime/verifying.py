@@ -23,7 +23,7 @@ from rlx.ir.graph import CONSTANT, HANDLE, INPUT, PARAM, Graph, Node, Value
 from rlx.ir.shown import Shown, counted
 from rlx.records import record
 from rlx.runtime.compiled import CompiledGraph
-from rlx.runtime.session import Session
+from rlx.runtime.session import Session, with_more
 
 # Relative to the greatest magnitude of the row: rounding of the operands, and of sums of thousands of terms
 TOLERANCE = {"f64": 1e-11, "f32": 2e-5, "f16": 2e-3, "bf16": 1.6e-2, "f8e4m3": 0.13, "f8e5m2": 0.26, "c64": 2e-5}
@@ -81,7 +81,7 @@ def verify(
     PlanError: the memory plan is wrong. Other errors are those of a compile and of a run."""
     from rlx.compiler.check import check_program
 
-    options, states = options or CompileOptions(), states or {}
+    options, states = with_more(options), states or {}
     compiled = session.compile(graph, options)
     check_program(compiled._origins().program)  # with complete kernels, also where the code came from the disk cache
     apart = session.compile(graph, options.replace(disable=(*options.disable, *APART)), params=compiled.params)

@@ -40,10 +40,6 @@ class Params(tuple[Declared, ...]):
         return made
 
 
-def store_of(params: ParamStore | Params | None) -> ParamStore | None:
-    return params.store if isinstance(params, Params) else params
-
-
 class Weights:
     """Binds params by name and keeps prepared buffers up to date."""
 

@@ -20,6 +20,7 @@ from rlx.frontends.weights import read_json
 from rlx.ir.graph import Graph
 from rlx.ir.node import constant
 from rlx.runtime import CompiledGraph, CompileOptions, Partitioned, Session
+from rlx.runtime.session import session_of, with_more
 
 IDS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
 POSITIONS = 512  # tokens of a text, if no config.json beside the model says otherwise
@@ -33,7 +34,7 @@ class OnnxEncoder(EmbeddingModel):
         self, path: str | PathLike[str], *, session: Session | None = None, options: CompileOptions | None = None
     ) -> None:
         """ModelError: the file is no encoder of token ids, or there is no tokenizer.json beside it."""
-        self._session, self._options = session or Session(), options or CompileOptions()
+        self._session, self._options = session_of(session), with_more(options)
         self.device, self.transport, self.ranks, self.rank = self._session.device, None, 1, 0
         self.seconds, self._lock, self._compiled = Seconds(), Lock(), OrderedDict()
         self.folder = Path(path)

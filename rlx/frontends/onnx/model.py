@@ -12,8 +12,8 @@ import numpy as np
 import onnx
 
 from rlx.errors import (  # isort: skip
-    BindingError, InputDTypeError, InputShapeError, MissingInputError, ModelError, OptionError, UnknownNameError, Unsupported,
-    known,
+    BindingError, InputDTypeError, InputShapeError, MissingInputError, ModelError, UnknownNameError, Unsupported,
+    known, whole,
 )  # fmt: skip
 from rlx.forks import Lock
 from rlx.frontends.onnx.call import flat, is_text
@@ -25,6 +25,7 @@ from rlx.ir.graph import Graph
 from rlx.ir.shape import Shape
 from rlx.ir.shown import Shown, counted
 from rlx.runtime import CompiledGraph, CompileOptions, HandleStore, ParamStore, Session
+from rlx.runtime.session import session_of, with_more
 
 REMEMBERED = 32  # compiled signatures of a model; the oldest is dropped first
 
@@ -60,10 +61,9 @@ class OnnxModel(Shown):
 
         ModelError: the file is damaged, or contradicts itself, or it has no inputs for `states`, or none that hides rows of them.
         Unsupported nodes are refused by the first run, or `compile`."""
-        if states is not None and (not isinstance(states, int) or states < 1):
-            raise OptionError(f"states is a number of rows, got {states!r}")
+        states = None if states is None else whole("states, rows of past keys and values,", states, 1)
         self._source = model if isinstance(model, Source) else Source(model)
-        self.session, self.options, self.states = session or Session(device), options or CompileOptions(), states
+        self.session, self.options, self.states = session_of(session, device), with_more(options), states
         self.reasons: list[str] = []
         self.filled = 0  # rows of the states
         self._pairs = pairs(self._source) if states else {}

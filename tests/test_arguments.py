@@ -1,0 +1,197 @@
+"""Arguments of wrong type, at every door of the package: they end in an RlxError that says what is wanted and what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from devices import DEVICES
+
+import rlx
+from rlx.errors import BindingError, GraphError, OptionError, RlxError, ShapeError
+
+F = np.float32
+X, W, STATE = np.ones((2, 4), F), np.ones((4, 3), F), np.zeros((2, 3), F)
+
+
+class Odd:
+    """No text, no number, no collection."""
+
+
+HUGE = 2**70
+ODD: list[Any] = [
+    None, True, 5, -1, HUGE, 0.5, float("nan"), "x", "", b"x", "\ud800", (), (1, 2), [], [1], {}, {"a": 1}, {1: 2}, Odd(), int,
+    abs, np.zeros(3), F(2), np.array(["a"]), np.array(None), Path("nope"), ..., slice(1, 2), 1j,
+]  # fmt: skip
+
+
+def graph() -> rlx.Graph:
+    g = rlx.Graph("odd")
+    y = g.input("x", (2, 4), "f32") @ g.param("w", (4, 3), "f32")
+    h = g.handle(rlx.BufferHandle("h", (2, 3), "f32"))
+    g.assign(h, h + y)
+    g.set_outputs([y + h])
+    return g
+
+
+def rows() -> rlx.Graph:
+    g = rlx.Graph("rows")
+    g.set_outputs([rlx.relu(g.input("x", ("n", 4), "f32"))])
+    return g
+
+
+@cache
+def on_ref() -> rlx.Session:
+    return rlx.Session("ref")
+
+
+@cache
+def buckets() -> rlx.BucketedCompileCache:
+    return rlx.BucketedCompileCache(rows(), "n", (1, 8), session=on_ref())
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def compiled(request: pytest.FixtureRequest) -> rlx.CompiledGraph:
+    found = rlx.compile(graph(), device=request.param)
+    found.set_param("w", W)
+    return found
+
+
+CALLS: dict[str, Callable[[rlx.CompiledGraph, Any], Any]] = {
+    "call": lambda c, x: c(x), "call x": lambda c, x: c(x=x), "run": lambda c, x: c.run(x), "run x": lambda c, x: c.run({"x": x}),
+    "run_raw": lambda c, x: c.run_raw(x), "bound": lambda c, x: c.bound(x), "bound x": lambda c, x: c.bound([x]),
+    "run_slots": lambda c, x: c.run_slots(x), "run_slots x": lambda c, x: c.run_slots([x]),
+    "run_pipelined": lambda c, x: c.run_pipelined(x), "run_pipelined x": lambda c, x: c.run_pipelined([{"x": x}]),
+    "commit_no_wait": lambda c, x: c.commit_no_wait(x), "run_read_outputs": lambda c, x: c.run_read_outputs({"x": X}, x),
+    "run_typed": lambda c, x: c.run_typed(x), "run_typed data": lambda c, x: c.run_typed({"x": (x, "f32")}),
+    "run_typed dtype": lambda c, x: c.run_typed({"x": (X.tobytes(), x)}), "byte_offset": lambda c, x: c.byte_offset(x),
+    "set_param name": lambda c, x: c.set_param(x, W), "set_param": lambda c, x: c.set_param("w", x),
+    "set_params": lambda c, x: c.set_params(x), "set_param_typed": lambda c, x: c.set_param_typed("w", x, "f32"),
+    "set_param_typed dtype": lambda c, x: c.set_param_typed("w", W.tobytes(), x), "input_view": lambda c, x: c.input_view(x),
+    "read_output_row": lambda c, x: c.read_output_row(x, 0, 3), "row": lambda c, x: c.read_output_row(0, x, 3),
+    "row_inner": lambda c, x: c.read_output_row(0, 0, x), "bind_handle name": lambda c, x: c.bind_handle(x, STATE),
+    "bind_handle": lambda c, x: c.bind_handle("h", x), "read_handle": lambda c, x: c.read_handle(x),
+    "has_gpu_handle": lambda c, x: c.has_gpu_handle(x), "feed of": lambda c, x: c.set_gpu_handle_feed(x, 0),
+    "feed": lambda c, x: c.set_gpu_handle_feed("h", x), "run_feed": lambda c, x: c.run_feed_gpu_handle({"x": X}, "h", x),
+    "use_handles": lambda c, x: c.use_handles(x), "restore_handles": lambda c, x: c.restore_handles(x),
+    "fork_handles": lambda c, x: c.fork_handles(x) if x is not HUGE else None, "extent": lambda c, x: c.set_active_extent(x),
+    "masks": lambda c, x: c.set_moe_resident_experts_per_layer(x), "mask": lambda c, x: c.set_moe_resident_experts(x),
+    "capture": lambda c, x: c.enable_moe_topk_capture(x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_methods_of_compiled_graphs(compiled: rlx.CompiledGraph, name: str) -> None:
+    for odd in ODD:
+        try:
+            CALLS[name](compiled, odd)
+        except RlxError as e:
+            assert len(str(e)) > 20, (name, odd)
+    compiled.sync_pending()
+    compiled.bind_handle("h", STATE)
+    compiled.set_param("w", W)
+    assert (compiled(X) == 4).all() and (compiled.read_handle("h") == 4).all()
+
+
+def options(name: str) -> Callable[[Any], Any]:
+    return lambda x: rlx.CompileOptions(**{name: x})
+
+
+DOORS: dict[str, Callable[[Any], Any]] = {
+    **{f"CompileOptions {name}": options(name) for name in vars(rlx.CompileOptions())},
+    "replace": lambda x: rlx.CompileOptions().replace(threads=x), "bind_handle": lambda x: rlx.CompileOptions().bind_handle(x),
+    "bind_dims": lambda x: rlx.CompileOptions().bind_dims(x), "bind_dims n": lambda x: rlx.CompileOptions().bind_dims(n=x),
+    "bind_extent": lambda x: rlx.CompileOptions().bind_extent(x, 8), "upper": lambda x: rlx.CompileOptions().bind_extent("n", x),
+    "Session": lambda x: rlx.Session(x), "Session threads": lambda x: rlx.Session("ref", threads=x),
+    "progress": lambda x: rlx.Session("ref", progress=x), "transport": lambda x: rlx.Session("ref", transport=x),
+    "compile graph": lambda x: on_ref().compile(x), "compile options": lambda x: on_ref().compile(graph(), x),
+    "compile params": lambda x: on_ref().compile(graph(), params=x), "handles": lambda x: on_ref().compile(graph(), handles=x),
+    "plan": lambda x: on_ref().plan(x), "plan options": lambda x: on_ref().plan(graph(), x),
+    "rlx.compile": lambda x: rlx.compile(x), "rlx.compile device": lambda x: rlx.compile(graph(), device=x),
+    "jit": lambda x: rlx.jit(x), "jit static": lambda x: rlx.jit(np.tanh, static=x),
+    "jit donate": lambda x: rlx.jit(len, donate=x),
+    "jit dims": lambda x: rlx.jit(len, dims=x), "jit dims of": lambda x: rlx.jit(lambda x: x, device="ref", dims={"x": x})(X),
+    "jit options": lambda x: rlx.jit(len, options=x), "save": lambda x: rlx.save("x.rlx", x), "load": lambda x: rlx.load(x),
+    "ExpertPool": lambda x: rlx.ExpertPool(x, 8), "CompileCache": lambda x: rlx.CompileCache(x),
+    "cache": lambda x: rlx.CompileCache().compile(on_ref(), x), "cache session": lambda x: rlx.CompileCache().compile(x, graph()),
+    "buckets": lambda x: rlx.BucketedCompileCache(x), "dim": lambda x: rlx.BucketedCompileCache(rows(), x),
+    "ladder": lambda x: rlx.BucketedCompileCache(rows(), "n", x), "run_padded": lambda x: buckets().run_padded(x),
+    "buckets session": lambda x: rlx.BucketedCompileCache(rows(), "n", session=x),
+    "run x": lambda x: buckets().run_padded({"x": x}),
+    "bucket": lambda x: buckets().bucket(x), "sizes": lambda x: buckets().save("x.rlx", x),
+    "most": lambda x: rlx.power_of_two_ladder(1, x),
+    "least": lambda x: rlx.power_of_two_ladder(x, 8), "Graph": rlx.Graph, "parse": rlx.Graph.parse,
+    "input name": lambda x: graph().input(x, 2, "f32"), "dims": lambda x: graph().input("y", x, "f32"),
+    "dtype": lambda x: graph().input("y", 2, x), "outputs": lambda x: graph().set_outputs(x),
+    "assign": lambda x: graph().assign(x, x),
+    "names": lambda x: (g := graph()).set_outputs(g.outputs, x), "handle": lambda x: graph().handle(x), "constant": rlx.constant,
+    "BufferHandle": lambda x: rlx.BufferHandle(x, 2, "f32"), "handle dims": lambda x: rlx.BufferHandle("h", x, "f32"),
+    "Shape": lambda x: rlx.Shape(x, "f32"), "Shape dtype": lambda x: rlx.Shape(2, x), "Dim": rlx.Dim, "as_dtype": rlx.as_dtype,
+    "factor": lambda x: rlx.Dim("n", x), "is_available": rlx.is_available, "Device": rlx.Device.parse,
+    "Buffer": lambda x: rlx.Buffer.empty(x, "f32") if x is not HUGE else None, "Buffer dtype": lambda x: rlx.Buffer.empty(2, x),
+    "from_dlpack": rlx.Buffer.from_dlpack, "partition": lambda x: rlx.partition(x, {}, 2),
+    "ranks": lambda x: rlx.partition(graph(), {}, x),
+    "marks": lambda x: rlx.partition(graph(), x, 2), "mark": lambda x: rlx.partition(graph(), {"w": x}, 2),
+    "Split": lambda x: rlx.partition(graph(), {"w": rlx.Split(x)}, 2),
+    "parts": lambda x: rlx.partition(graph(), {"w": rlx.Split(0, x)}, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_what_makes_and_compiles_graphs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for odd in ODD:
+        try:
+            DOORS[name](odd)
+        except RlxError as e:
+            assert len(str(e)) > 20, (name, odd)
+
+
+def artifact(folder: Path) -> str:
+    c = rlx.compile(graph(), device="cpu", threads=1)
+    c.set_param("w", W)
+    c.save(folder / "odd.rlx")
+    return str(folder / "odd.rlx")
+
+
+@pytest.mark.parametrize("name", ["session", "options", "device", "threads", "trust", "verify", "model", "progress"])
+def test_arguments_of_load(name: str, tmp_path: Path) -> None:
+    path = artifact(tmp_path)
+    for odd in ODD:
+        try:
+            rlx.load(path, **{name: odd})
+        except RlxError as e:
+            assert len(str(e)) > 20, (name, odd)
+
+
+@pytest.mark.parametrize(("how", "wanted"), [
+    ({"session": "cpu"}, r"session is an rlx.Session\(...\), got str 'cpu'"),
+    ({"options": "x"}, r"options are rlx.CompileOptions\(...\), got str 'x'"),
+    ({"options": {}}, r"options are rlx.CompileOptions\(...\), got dict \{\}"),
+    ({"trust": "no"}, "trust is True or False, got 'no'"), ({"verify": 1}, "verify is True or False, got 1"),
+    ({"model": "folder"}, "needs no other files, got model='folder'"),
+])  # fmt: skip
+def test_what_load_took_or_failed_on(how: dict[str, Any], wanted: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=wanted):
+        rlx.load(artifact(tmp_path), **how)
+
+
+@pytest.mark.parametrize(("call", "error", "wanted"), [
+    (lambda: rlx.Session("ref", progress=5), OptionError, "progress is called with .*, got int 5"),
+    (lambda: on_ref().compile(graph(), ""), OptionError, "options are rlx.CompileOptions"),
+    (lambda: rlx.save("x.rlx", on_ref().compile(graph()), weights="no"), OptionError, "weights is True or False, got 'no'"),
+    (lambda: rlx.Shape(b"x", "f32"), ShapeError, "dims are ints and names, or one of them; got bytes b'x'"),
+    (lambda: rlx.Dim(b"x"), ShapeError, "a dim has names; got bytes"),
+    (lambda: rlx.Graph("\ud800"), GraphError, r"the name of a graph is text, got '\\ud800'"),
+    (lambda: (g := graph()).set_outputs(g.outputs, [5]), GraphError, "names of outputs are a list of texts, got 5"),
+    (lambda: rlx.CompileOptions(alignment=2**70), OptionError, "a power of two from 64 to 1073741824 bytes"),
+    (lambda: rlx.ExpertPool(graph(), 8), BindingError, "an ExpertPool is of a CompiledGraph or a model, got Graph"),
+    (lambda: rlx.BucketedCompileCache(rows(), "n", b"x"), OptionError, "a ladder is sizes; got bytes"),
+])  # fmt: skip
+def test_what_was_taken(call: Callable[[], Any], error: type[RlxError], wanted: str) -> None:
+    with pytest.raises(error, match=wanted):
+        call()
