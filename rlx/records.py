@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import MISSING, FrozenInstanceError, dataclass, field, fields
 from operator import attrgetter
+from types import MemberDescriptorType
 from typing import Any, NoReturn, TypeVar, dataclass_transform, overload
 
 Class = TypeVar("Class", bound=type)
@@ -73,7 +74,10 @@ def _initialiser(cls: Any) -> Callable[..., None]:
         else:
             default = ""
         params += [f"{f.name}{default}"] if f.init else []
-        lines += [f" _set(self, {f.name!r}, {value})"] if f.init or f.default_factory is not MISSING else []
+        put = f"_set(self, {f.name!r}, {value})"
+        if isinstance(slot := getattr(cls, f.name, None), MemberDescriptorType):  # 0.47 µs instead of 0.63 for two fields
+            names[f"_put_{f.name}"], put = slot.__set__, f"_put_{f.name}(self, {value})"
+        lines += [f" {put}"] if f.init or f.default_factory is not MISSING else []
     lines += [" self.__post_init__()"] if hasattr(cls, "__post_init__") else []
     exec(f"def __init__({', '.join(params)}):\n" + ("\n".join(lines) or " pass"), names)
     made = names["__init__"]
