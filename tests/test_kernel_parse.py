@@ -35,7 +35,7 @@ def same(a: Any, b: Any) -> bool:
                     return False
                 continue
             partner[id(x)] = y
-            skip = {"name"} if isinstance(x, (K.Var, K.Buffer, K.Local)) else {"text"} if isinstance(x, K.Kernel) else set()
+            skip = {"name"} if isinstance(x, (K.Var, K.Buffer, K.Local)) else {"known"} if isinstance(x, K.Kernel) else set()
             todo += [(getattr(x, f.name), getattr(y, f.name)) for f in fields(x) if f.name not in skip]
         elif x != y and not (x != x and y != y):
             return False

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from rlx.ir.cost import flops
-from rlx.ir.kernel import Check, Kernel, Native, walk
+from rlx.ir.kernel import Check, Kernel, Native, parts_of
 from rlx.ir.program import Step
 from rlx.ir.target import Target
 
@@ -62,7 +62,7 @@ def _is_small(kernel: Kernel, target: Target) -> bool:
     """True if the step may be in a group: it is short and cannot fail, so that a failure belongs to one step, unless each step
     reports for itself. (A Native with integer operands may fail.)"""
     indexed = any(v.buffer.dtype.kind in "iu" for s in kernel.body if isinstance(s, Native) for v in s.inputs)
-    may_fail = indexed or any(isinstance(s, Check) for s in walk(kernel.body))
+    may_fail = indexed or any(isinstance(s, Check) for s in parts_of(kernel))
     if kernel.collective or kernel.flow or (may_fail and not target.status_late):
         return False
     operations, nbytes = flops(kernel), sum(b.size * b.dtype.itemsize for b in kernel.buffers)

@@ -24,7 +24,8 @@ class Access:
     again: bool = False
 
 
-def accesses(kernel: Kernel) -> list[Access]:
+@K.kept
+def accesses(kernel: Kernel) -> tuple[Access, ...]:
     """Every access of the limits and the body; the loads of a statement come before its store."""
     found: list[Access] = []
 
@@ -74,4 +75,4 @@ def accesses(kernel: Kernel) -> list[Access]:
 
     note(tuple(x.count for x in kernel.limits), (-1,), ())
     block(kernel.body, (), ())
-    return found
+    return tuple(found)

@@ -19,8 +19,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import field, fields, is_dataclass
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache, wraps
+from typing import Any, TypeVar
 
 from rlx.ir.attrs import Attrs, CollectiveAttrs, FlowAttrs
 from rlx.ir.dtype import DType, bool_, c64, f32, i64, index_
@@ -40,6 +40,7 @@ SCALAR_OPS: dict[str, int] = {
     "lt": 2, "le": 2, "eq": 2, "ne": 2, "and": 2, "or": 2, "xor": 2, "not": 1, "shl": 2, "shr": 2,
     "select": 3, "cast": 1, "bitcast": 1,
 }  # fmt: skip
+Found = TypeVar("Found")
 RUNNING = frozenset({"add", "mul", "max", "min", "and", "or"})
 COMPARISONS = frozenset({"lt", "le", "eq", "ne"})
 EXTREMES = frozenset({"argmax", "argmin"})  # of a Reduce
@@ -345,7 +346,7 @@ class Kernel:
     body: tuple[Stmt, ...]
     origin: tuple[str, ...] = field(default=())  # names of the ops it computes, for display
     limits: tuple[Limit, ...] = ()
-    text: list[str] = field(default_factory=list, init=False, repr=False)  # of print_kernel, once it is asked for
+    known: dict[object, Any] = field(default_factory=dict, init=False, repr=False)  # results of functions (kept)
 
     @property
     def collective(self) -> Native | None:
@@ -483,7 +484,7 @@ def _inner(kind: type) -> Callable[[object], tuple[object, ...]] | tuple[()] | N
     if not hasattr(kind, "__slots__") or not is_dataclass(kind):
         return None
     plain = ("str", "int", "bool", "int | float | bool", "DType", "Attrs | None", "Levels",
-             "tuple[int, ...]", "tuple[str, ...]", "list[str]")  # fmt: skip
+             "tuple[int, ...]", "tuple[str, ...]", "dict[object, Any]")  # fmt: skip
     names = [f.name for f in fields(kind) if f.type not in plain]
     return operator.attrgetter(names[0], *names) if names else ()  # the first one twice, so that it always gives a tuple
 
@@ -503,9 +504,27 @@ def expressions(stmts: Iterable[Stmt]) -> Iterator[Expr]:
                 yield from (c.next for c in s.carries)
 
 
-@lru_cache(64)
+def kept(find: Callable[[Kernel], Found]) -> Callable[[Kernel], Found]:
+    """A function of kernels, which do not change, that computes its result once for each: several stages ask for it. The result
+    must not refer to the kernel, which would outlive its last use."""
+
+    @wraps(find)
+    def known(kernel: Kernel) -> Found:
+        if find not in kernel.known:
+            kernel.known[find] = find(kernel)
+        return kernel.known[find]
+
+    return known
+
+
+@kept
+def parts_of(kernel: Kernel) -> tuple[object, ...]:
+    """All statements and expressions of the limits and the body, as by `walk`."""
+    return tuple(walk((kernel.body, kernel.limits)))
+
+
+@kept
 def loaded_buffers(kernel: Kernel) -> frozenset[Buffer | Local]:
     """Buffers and Locals read by the body and the limits."""
-    parts = list(walk((kernel.body, kernel.limits)))
-    inputs = {v.buffer for x in parts if isinstance(x, Native) for v in x.inputs}
-    return frozenset(inputs | {x.buffer for x in parts if isinstance(x, (Load, Operand))})
+    inputs = {v.buffer for x in parts_of(kernel) if isinstance(x, Native) for v in x.inputs}
+    return frozenset(inputs | {x.buffer for x in parts_of(kernel) if isinstance(x, (Load, Operand))})

@@ -29,11 +29,10 @@ LEVELS = 32  # maximum nesting of ops in one line, and of loops
 _NAN = struct.pack("<d", float("nan"))
 
 
+@K.kept
 def print_kernel(kernel: K.Kernel) -> str:
-    """Text that `parse_kernel` reads back to an equal kernel; deterministic. It is kept with the kernel."""
-    if not kernel.text:
-        kernel.text.append(_Printer(kernel).text())
-    return kernel.text[0]
+    """Text that `parse_kernel` reads back to an equal kernel; deterministic."""
+    return _Printer(kernel).text()
 
 
 def kernel_key(kernel: K.Kernel) -> str:
@@ -49,7 +48,7 @@ class _Printer:
         self.lines: list[str] = []
         self.temps = 0
         used, self.shared = set[K.Expr](), set[K.Expr]()
-        for x in K.walk((kernel.body, kernel.limits)):
+        for x in K.parts_of(kernel):
             for e in _operands(x):
                 (self.shared if e in used else used).add(e)
 

@@ -17,7 +17,7 @@ A collective declares whether it works in place.
 from __future__ import annotations
 
 from rlx.ir.access import Access, accesses
-from rlx.ir.kernel import Const, Expr, Kernel, Load, Var
+from rlx.ir.kernel import Const, Expr, Kernel, Load, Var, kept
 from rlx.records import record
 
 
@@ -29,6 +29,7 @@ class _Affine:
     offset: int
 
 
+@kept
 def may_overlap(kernel: Kernel) -> frozenset[tuple[int, int]]:
     """(read argument, written argument) pairs that may share memory. Arguments are positions in kernel.buffers."""
     if kernel.collective:

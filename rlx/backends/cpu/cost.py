@@ -6,7 +6,7 @@ import math
 
 from rlx.backends.cpu.render import Space
 from rlx.ir.cost import points
-from rlx.ir.kernel import Check, Contract, Kernel, Native, walk
+from rlx.ir.kernel import Check, Contract, Kernel, Native, parts_of
 from rlx.ir.op import OPS
 from rlx.ir.target import Target
 
@@ -16,7 +16,7 @@ BYTE_NS = 0.02  # per byte of arguments
 
 def may_fail(kernel: Kernel) -> bool:
     """Whether the kernel has a Check. Claimed ops count as having one."""
-    return any(isinstance(part, (Check, Native)) for part in walk(kernel.body))
+    return any(isinstance(part, (Check, Native)) for part in parts_of(kernel))
 
 
 def estimated_ns(kernel: Kernel, target: Target) -> int:

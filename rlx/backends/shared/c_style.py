@@ -17,7 +17,7 @@ from rlx.backends.shared.nest import identity, operands, postorder
 from rlx.errors import CompileError
 from rlx.ir import kernel as K
 from rlx.ir.dtype import DType, index_
-from rlx.ir.kernel import Alu, Buffer, Expr, Kernel, Load, Local, Loop, Stmt, Store, Var, expressions, walk
+from rlx.ir.kernel import Alu, Buffer, Expr, Kernel, Load, Local, Loop, Stmt, Store, Var, expressions, parts_of, walk
 
 INLINE = 60  # characters; longer index expressions get a name even if they are used once
 
@@ -36,7 +36,7 @@ class Writer:
         self.count: Counter[str] = Counter()
         self.memo: ChainMap[int, str] = ChainMap()  # id of an expression -> its text in the open scopes
         self.alive: list[Expr] = []  # those expressions, since another one would get the id of a dead one
-        exprs = [e for e in walk((kernel.body, kernel.limits)) if isinstance(e, (Alu, Load))]
+        exprs = [e for e in parts_of(kernel) if isinstance(e, (Alu, Load))]
         self.uses = Counter(id(a) for e in exprs for a in operands(e))
 
     # -- the function
