@@ -222,11 +222,11 @@ def slice_known_rows(node: Node, x: Value, c: Value) -> Value | None:
 def fold_constants(node: Node) -> Value | None:
     """An op on constants only is replaced by the result of its reference. Ops without operands are not folded (computing an
     iota is cheaper than reading it), nor are ops that make a large constant from small ones."""
-    operands = [x.node.attrs for x in node.inputs]
-    known = node.op.ahead and all(isinstance(a, ConstantAttrs) for a in operands)
-    if not operands or not known or not node.shapes[0].is_static or node.shapes[0].dtype == c64:  # a result keeps its pairs
+    data = [attrs.data for x in node.inputs if isinstance(attrs := x.node.attrs, ConstantAttrs)]
+    if not data or len(data) < len(node.inputs) or not node.op.ahead:
         return None
-    data = [a.data for a in operands if isinstance(a, ConstantAttrs)]
+    if not node.shapes[0].is_static or node.shapes[0].dtype == c64:  # a result keeps its pairs
+        return None
     if node.shapes[0].size_bytes > max(FOLD_BYTES, sum(d.nbytes for d in data)):
         return None
     try:

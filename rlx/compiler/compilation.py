@@ -34,7 +34,7 @@ class Compilation:
 
     def is_native(self, node: Node) -> bool:
         """True if the backend has its own kernel for the node."""
-        return self.decide(node)[0] == "native"
+        return node.op.name in self.target.natives and self.decide(node)[0] == "native"
 
     def is_static(self, node: Node) -> bool:
         """True if the node depends only on params and constants: computed when params are set, not at every run."""
@@ -52,9 +52,9 @@ class Compilation:
 def _decide(node: Node, target: Target, control: bool) -> tuple[str, str]:
     """`control`: control flow may stay."""
     control = control and target.control
-    for value in (*node.inputs, *node.results):
-        if value.dtype.name not in target.dtypes:
-            return "refused", f"no {value.dtype.name} on this target; it has {known(target.dtypes)}"
+    for shape in (*[v.shape for v in node.inputs], *node.shapes):
+        if shape.dtype.name not in target.dtypes:
+            return "refused", f"no {shape.dtype.name} on this target; it has {known(target.dtypes)}"
     claim = target.natives.get(node.op.name)
     reason = claim(node) if claim is not None else ""
     if reason is None:

@@ -19,7 +19,7 @@ from rlx.compiler.facts import Facts
 from rlx.compiler.groups import Group
 from rlx.compiler.operands import computable, producer, row_axes
 from rlx.compiler.packing import contraction, reduction
-from rlx.ir.graph import Graph, Node, Value
+from rlx.ir.graph import Graph, Node, Value, postorder
 from rlx.ir.op import Kind
 from rlx.ir.shape import contiguous_strides
 
@@ -85,17 +85,7 @@ class _Fuser:
 
     def in_order(self, graph: Graph) -> list[Node]:
         """All nodes, each after its operands and its extra ordering edges."""
-        done: dict[Node, None] = {}
-        stack = list(reversed(graph.nodes()))
-        while stack:
-            node = stack[-1]
-            before = [*(v.node for v in node.inputs), *self.after.get(node, ())]
-            waiting = [n for n in reversed(before) if n not in done]
-            if waiting and node not in done:
-                stack += waiting
-            else:
-                done[stack.pop()] = None
-        return list(done)
+        return postorder((node.results[0] for node in graph.nodes()), before=self.after)[0] if self.after else graph.nodes()
 
     def operands(self, node: Node) -> tuple[Value, ...]:
         """Values that the node's kernel reads."""

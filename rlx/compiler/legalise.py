@@ -61,9 +61,9 @@ def _check_sizes(graph: Graph) -> None:
     or result as if dims of 0 were 1, since numpy has no array that is larger then."""
     outside = {*graph.roots(), *graph.leaves()}
     for node in graph.nodes():
-        for value, shape in zip(node.results, node.shapes):
-            spans = max((shape.size_bytes, *contiguous_strides(shape.static)))
-            if value in outside:
+        for i, shape in enumerate(node.shapes):
+            spans = shape.size_bytes or max(contiguous_strides(shape.static))
+            if not shape.size_bytes and Value(node, i) in outside:
                 spans = max(spans, math.prod(max(d, 1) for d in shape.static) * shape.dtype.itemsize)
             if spans >= 1 << 63 or shape.size_bytes >= 1 << 62:
                 raise CompileError(f"{where(node)}: {shape} spans {spans} bytes, more than any memory")
@@ -76,10 +76,10 @@ def _dim_names(x: Any) -> Iterable[str]:
         yield from _dim_names(x.dims)
     elif isinstance(x, tuple):
         for inner in x:
-            yield from _dim_names(inner)
+            if type(inner) is not int:
+                yield from _dim_names(inner)
     elif isinstance(x, Attrs):
-        for value in vars(x).values():
-            yield from _dim_names(value)
+        yield from _dim_names((*vars(x).values(),))
     elif isinstance(x, Body):
         for node in x.nodes:
             yield from _dim_names((node.attrs, node.shapes))
@@ -131,7 +131,9 @@ def expand(node: Node, new: NewNode, made: Any = None) -> tuple[Value, ...]:
 
     def labelled(inner: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         name = node.name if inner is last else inner.name
-        return new(Node(inner.op, inner.inputs, inner.attrs, inner.shapes, name, node.source), inputs)
+        if (name, node.source) != (inner.name, inner.source):
+            inner = Node(inner.op, inner.inputs, inner.attrs, inner.shapes, name, node.source)
+        return new(inner, inputs)
 
     return tuple(inside.rebuild(labelled).outputs)
 

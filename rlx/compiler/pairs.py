@@ -21,7 +21,7 @@ FROM_PAIRS, TO_PAIRS = view_as_complex.op, view_as_real.op  # type: ignore[attr-
 
 def pairs(graph: Graph, compilation: Compilation) -> Graph:
     """`graph` with c64 only at its leaves and results. CompileError: an op with complex operands declares no form on pairs."""
-    if not any(v.dtype == c64 for node in graph.nodes() for v in node.results):
+    if not any(shape.dtype == c64 for node in graph.nodes() for shape in node.shapes):
         return graph
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:

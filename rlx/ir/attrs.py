@@ -28,7 +28,7 @@ class Attrs:
         record(cls, eq=False, repr=False)  # both below
 
     def __repr__(self) -> str:
-        return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+        return f"{type(self).__qualname__}({', '.join([f'{name}={value!r}' for name, value in vars(self).items()])})"
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and tuple(vars(self).values()) == tuple(vars(other).values())

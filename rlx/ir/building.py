@@ -190,18 +190,24 @@ class Building:
         Leaves are kept, in order. Return `keep(node, inputs)` for a node that stays. Nodes that `new` makes have the source line
         of the node they replace.
         """
-        done: dict[Node, Sequence[Value]] = {v.node: v.node.results for v in self.leaves()}
-        outer = REPLACING.source
+        done: dict[Value, Value] = {}  # without those that stay
+        leaves, outer = {v.node for v in self.leaves()}, REPLACING.source
+
+        def now(value: Value) -> Value:
+            return done.get(value, value)
+
         try:
             for node in self.nodes():
-                if node not in done:
+                if node not in leaves:
                     REPLACING.source = node.source or ""
-                    done[node] = made = new(node, tuple([done[v.node][v.index] for v in node.inputs]))
+                    made = new(node, node.inputs if done.keys().isdisjoint(node.inputs) else tuple(map(now, node.inputs)))
                     if len(made) != len(node.shapes):
                         raise ValueError(f"{node!r} is replaced by {len(made)} values")
+                    if len(made) != 1 or made[0].node is not node:
+                        done.update(zip(node.results, made))
         finally:
             REPLACING.source = outer
-        out, now = self.copy(name), lambda v: done[v.node][v.index]
+        out = self.copy(name)
         out.outputs, out.assigns = [now(v) for v in self.outputs], [(h, now(v)) for h, v in self.assigns]
         out.updates = [u.renamed(now) for u in self.updates]
         return out
@@ -219,7 +225,7 @@ class Building:
 
 def keep(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
     """The same node over `inputs` (the very node if they are its own)."""
-    if same_values(inputs, node.inputs):
+    if inputs is node.inputs or same_values(inputs, node.inputs):
         return node.results
     shapes, given = node.shapes, tuple([v.shape for v in inputs])
     if given != tuple([v.shape for v in node.inputs]):

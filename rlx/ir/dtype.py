@@ -33,16 +33,16 @@ class DType:
     def __reduce__(self) -> tuple[object, ...]:
         return _of_name, (self.name,)
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """Bytes per element."""
         return self.bits // 8
 
-    @property
+    @cached_property
     def is_float(self) -> bool:
         return self.kind == "f"
 
-    @property
+    @cached_property
     def is_int(self) -> bool:
         """Signed or unsigned integer (not bool)."""
         return self.kind in "iu"
@@ -56,7 +56,7 @@ class DType:
 
         return np.dtype(getattr(ml_dtypes, _ML_DTYPES[self.name]))
 
-    @property
+    @cached_property
     def compute(self) -> DType:
         """The dtype in which arithmetic on this dtype is done: 16-bit and 8-bit floats widen to f32."""
         return f32 if self.is_narrow else self

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
 from threading import Lock, local
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 from weakref import ref
 
@@ -106,6 +107,7 @@ class Value(Methods):
 
     node: Node
     index: int = 0
+    shape: Shape = field(init=False)
 
     def __new__(cls, node: Node, index: int = 0) -> Value:
         found = node._values.get(index)
@@ -119,6 +121,8 @@ class Value(Methods):
                 value = object.__new__(cls)
                 object.__setattr__(value, "node", node)
                 object.__setattr__(value, "index", index)
+                if 0 <= index < len(node.shapes):  # the verifier reports others
+                    object.__setattr__(value, "shape", node.shapes[index])
                 node._values[index] = ref(value)
         return value
 
@@ -128,10 +132,6 @@ class Value(Methods):
 
     def __reduce__(self) -> tuple[object, ...]:
         return _result, (tuple(postorder([self])[0]), self.index)
-
-    @property
-    def shape(self) -> Shape:
-        return self.node.shapes[self.index]
 
     @property
     def dims(self) -> tuple[DimLike, ...]:
@@ -298,9 +298,11 @@ def _result(nodes: tuple[Node, ...], index: int) -> Value:
     return Value(nodes[-1], index)
 
 
-def postorder(roots: Iterable[Any], known: Iterable[Node] = ()) -> tuple[list[Node], Node | None]:
+def postorder(
+    roots: Iterable[Any], known: Iterable[Node] = (), before: Mapping[Node, Sequence[Node]] = MappingProxyType({})
+) -> tuple[list[Node], Node | None]:
     """(nodes, node on a cycle or None). The nodes are `known`, then the others that the Values among `roots` depend on, operands
-    before users.
+    before users. `before`: other nodes that come before a node.
 
     Roots and operands that are not Values are skipped: the verifier reports them.
     """
@@ -316,6 +318,8 @@ def postorder(roots: Iterable[Any], known: Iterable[Node] = ()) -> tuple[list[No
                 done[node] = None
                 continue
             waiting = [v.node for v in node.inputs if isinstance(v, Value) and v.node not in done]
+            if before:
+                waiting += [n for n in before.get(node, ()) if n not in done]
             if not waiting:
                 done[stack.pop()] = None
                 continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from inspect import CO_VARARGS
 from numbers import Integral, Real
 from types import UnionType
@@ -220,7 +220,7 @@ class OpDef:
                 return found
         return list("xyz"[:most])
 
-    @property
+    @cached_property
     def ahead(self) -> bool:
         """True if the results can be computed as soon as the operands are known: before any run, and by one rank alone."""
         return self.kind not in (Kind.LEAF, Kind.CONTROL) and self.collective is None and not self.own_memory

@@ -14,11 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
 from rlx.ir.graph import CONSTANT, Graph, Node, Value, keep
-from rlx.ir.op import OpDef
+from rlx.ir.op import Kind, OpDef
 from rlx.records import record
 
 _MOST_ROUNDS = 100  # a rule set that still changes the graph after this many rounds does not terminate
@@ -98,8 +99,7 @@ def rewrite(graph: Graph, rules: Sequence[Rule], fired: list[str] | None = None,
     """`graph` with the rules applied until none matches. `fired` receives the name of each applied rule, in order. `settled`:
     nodes to which none of the rules applies, to be added to; nodes are immutable, so none will."""
     fired, settled = [] if fired is None else fired, set() if settled is None else settled
-    present = {node.op for node in graph.nodes()}
-    by_op = {op: [r for r in rules if not r.patterns or any(p.op is op for p in r.patterns)] for op in present}
+    tries = cache(lambda op: [(r, p) for r in rules for p in r.patterns or (None,) if p is None or p.op is op])
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         results = keep(node, inputs)
@@ -107,32 +107,30 @@ def rewrite(graph: Graph, rules: Sequence[Rule], fired: list[str] | None = None,
             inner = results[0].node
             if inner in settled:
                 return results
-            if len(inner.shapes) > 1 or (made := _first(by_op.get(inner.op, rules), results[0], fired)) is None:
+            if len(inner.shapes) > 1 or (made := _first(tries(inner.op), results[0], fired)) is None:
                 settled.add(inner)
                 return results
             results = (made,)
         raise AssertionError(f"rules go in circles: {fired[-8:]}")
 
     for _ in range(_MOST_ROUNDS):
-        before = len(fired)
         graph = graph.rebuild(new)
-        if len(fired) == before:
+        if all(node in settled for node in graph.nodes() if node.op.kind is not Kind.LEAF):  # also operands that rules made
             return graph
     raise AssertionError(f"rules go in circles: {fired[-8:]}")
 
 
-def _first(rules: Iterable[Rule], value: Value, fired: list[str]) -> Value | None:
+def _first(tries: Iterable[tuple[Rule, Pattern | None]], value: Value, fired: list[str]) -> Value | None:
     """The replacement by the first rule that applies."""
-    for r in rules:
-        for p in r.patterns or (None,):
-            found: dict[str, Value] = {}
-            if p is not None and not match(p, value, found):
-                continue
-            made = r.make(value.node, **found)
-            if made is None or made is value or made.shape != value.shape:
-                continue
-            fired.append(r.name)
-            return made if made.node in _around(value.node, 3) else inherit(made, value.node)
+    for r, p in tries:
+        found: dict[str, Value] = {}
+        if p is not None and not match(p, value, found):
+            continue
+        made = r.make(value.node, **found)
+        if made is None or made is value or made.shape != value.shape:
+            continue
+        fired.append(r.name)
+        return made if made.node in _around(value.node, 3) else inherit(made, value.node)
     return None
 
 

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from operator import mul
 from typing import overload
 
 from rlx.errors import IndexRangeError, ShapeError, UnboundDimError, items, whole
@@ -176,4 +178,4 @@ def broadcast_dims(*shapes: tuple[DimLike, ...]) -> tuple[DimLike, ...]:
 
 def contiguous_strides(dims: tuple[int, ...]) -> tuple[int, ...]:
     """Row-major strides, in elements."""
-    return tuple(math.prod(dims[axis + 1 :]) for axis in range(len(dims)))
+    return tuple(accumulate(dims[:0:-1], mul, initial=1))[::-1][: len(dims)]

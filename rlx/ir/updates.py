@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from rlx.ir.building import Building, Update
-from rlx.ir.node import Node, Value, same_values
+from rlx.ir.node import Node, Value, postorder, same_values
 from rlx.ir.op import Kind
 
 
@@ -23,7 +23,7 @@ def readers(graph: Building, results: Mapping[Value, Node]) -> dict[Node, list[N
     out: dict[Node, list[Node]] = {update: [] for update in results.values()}
     if not old:
         return out
-    for node in graph.nodes():
+    for node in (n for n in graph.nodes() if not old.keys().isdisjoint(n.inputs)):
         for update in dict.fromkeys(old[v] for v in node.inputs if v in old):
             if node is update:
                 continue
@@ -52,36 +52,13 @@ def update_faults(graph: Building) -> Iterator[str]:
             yield f"{update}: {u.result!r} does not replace a part of the handle"
         elif u.undo is not None and not _restores(u, u.undo):
             yield f"{update}: {u.undo!r} does not restore {u.saved!r}"
-    if graph.updates and (late := _cyclic(graph)) is not None:
+    if graph.updates and (late := postorder(graph.roots(), before=run_before(graph))[1]) is not None:
         yield f"{late!r} reads a state that is updated in place, but depends on the new state"
 
 
 def _restores(u: Update, undo: Value) -> bool:
     """True if `undo` is the same op on the result, with the saved part."""
     return undo.node.op is u.result.node.op and u.saved is not None and same_values(undo.node.inputs[:2], (u.result, u.saved))
-
-
-def _cyclic(graph: Building) -> Node | None:
-    """A node that must run before itself, counting what must run before updates."""
-    before = run_before(graph)
-    waits = {node: [*(v.node for v in node.inputs), *before.get(node, ())] for node in graph.nodes()}
-    done: set[Node] = set()
-    for root in waits:
-        stack, open_ = [(root, iter(waits[root]))], {root}
-        while stack and root not in done:
-            node, todo = stack[-1]
-            for other in todo:
-                if other in open_:
-                    return other
-                if other not in done:
-                    open_.add(other)
-                    stack.append((other, iter(waits[other])))
-                    break
-            else:
-                stack.pop()
-                open_.discard(node)
-                done.add(node)
-    return None
 
 
 __all__ = ["readers", "run_before", "update_faults"]

@@ -27,12 +27,14 @@ def verify(graph: Building) -> None:
 
 class Sound:
     """Facts that one check leaves to the next: sound nodes, which are immutable; the leaves and roots of a sound graph, with its
-    nodes in order; and for an op with these attributes (by id) and operands of these shapes the attributes, found to be sound,
-    and the inferred shapes."""
+    nodes in order; for an op with these attributes (by id) and operands of these shapes the attributes, found to be sound,
+    and the inferred shapes; and the same by ids alone, of sound nodes, which keep the objects: most nodes are copies of others
+    with new operands of the same shapes."""
 
     def __init__(self) -> None:
         self.graph: tuple[list[Sequence[Value]], list[Node]] = [], []
         self.nodes: set[Node] = set()
+        self.alike: set[tuple[OpDef | int, ...]] = set()
         self.inferred: dict[tuple[OpDef, int, tuple[Shape, ...]], tuple[Attrs | None, tuple[Shape, ...]]] = {}
 
 
@@ -50,10 +52,13 @@ def faults(graph: Building, sound: Sound | None = None) -> list[str]:
     declared = {v.node for v in graph.leaves() if isinstance(v, Value)}
     for node in nodes:
         if node not in sound.nodes or (node.op.kind is Kind.LEAF and node.op is not CONSTANT and node not in declared):
-            found = [f"{where(node)}: {fault}" for fault in _node_faults(node, declared, sound)]
+            ids = (node.op, id(node.attrs), id(node.shapes), *[id(getattr(v, "shape", None)) for v in node.inputs])
+            alike = node.inputs and ids in sound.alike
+            found = [] if alike else [f"{where(node)}: {fault}" for fault in _node_faults(node, declared, sound)]
             out += found
             if not found:
                 sound.nodes.add(node)
+                sound.alike.add(ids)
     if not out:
         graph.remember(nodes)
         sound.graph = ends, nodes
