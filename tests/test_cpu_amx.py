@@ -24,7 +24,7 @@ from kernel_runs import TARGETS, TRIPLE
 
 import rlx
 from rlx.backends.cpu.backend import with_natives
-from rlx.backends.cpu.kernels import amx, contract, matrix
+from rlx.backends.cpu.kernels import amx, contract, matrix, tiles
 from rlx.backends.cpu.target import target_for
 from rlx.backends.ref.interpret import run_kernel
 from rlx.backends.shared.rounding import in_fewer
@@ -34,7 +34,7 @@ from rlx.host.processor import machine_of
 from rlx.ir.blocks import FORMATS
 from rlx.ir.dtype import DType, bf16, f32, i8, i32, u8
 from rlx.ir.evaluate import evaluate
-from rlx.ir.kernel import Buffer, Load, Operand, Store, k
+from rlx.ir.kernel import Buffer, Kernel, Load, Local, Loop, Operand, Store, Var, k, linear
 from rlx.ir.target import Target
 
 HOST = [f for f in machine_of(TARGETS["host"])[2].replace("+", "").split(",") if "amx" not in f]
@@ -77,6 +77,51 @@ def test_emulated(
     panel, group = target.panel(kind)
     assert panel == 32
     plain.check_product(plain.product(*shape, a=a, dtypes=KINDS[kind], panel=panel, group=group), target)
+    assert emulator.products and emulator.released
+
+
+@pytest.mark.parametrize(
+    ("kind", "depth", "threads", "by_rows"),
+    [("u8 i8", 384, 2, True), ("u8 i8", 384, 4, False), ("bf16", 384, 2, False), ("bf16", 192, 2, True)],
+)
+def test_threads_share_rows_if_results_are_more_bytes_than_weights(
+    emulator: Unit, kind: str, depth: int, threads: int, by_rows: bool
+) -> None:
+    target = with_amx(threads)
+    panel, group = target.panel(kind)
+    kernel = plain.product(128, 96, depth, dtypes=KINDS[kind], panel=panel, group=group)
+    made = tiles.plan(kernel, kernel.body[0], target)
+    assert made.groups == (1 if by_rows else 3) and (made.blocks == threads or not by_rows)
+    plain.check_product(kernel, target)
+    assert emulator.products and emulator.released
+
+
+def of_rows(m: int, n: int, depth: int, target: Target) -> Kernel:
+    """A product of bytes whose results are stored when rows are complete."""
+    panel, group = target.panel("u8 i8")
+    plainly = plain.product(m, n, depth, dtypes=KINDS["u8 i8"], panel=panel, group=group)
+    (c,), out, line, at = plainly.body, plainly.buffers[-1], Local("line", i32, n, per_row=True), Var("at")
+    rows = Loop(at, n, (Store(out, linear([(c.i, n), (at, 1)]), Load(line, at)),), vector=True)
+    return replace(plainly, locals=(line,), body=(replace(c, epilogue=(Store(line, c.j, c.acc),), rows=(rows,)),))
+
+
+@pytest.mark.parametrize(("threads", "rows", "tasks"), [(2, 32, 2), (4, 32, 4), (8, 16, 8), (16, 16, 8)])
+def test_tiles_are_lower_where_threads_would_have_no_rows(emulator: Unit, threads: int, rows: int, tasks: int) -> None:
+    target = with_amx(threads)
+    kernel = of_rows(128, 96, 192, target)
+    made = tiles.plan(kernel, kernel.body[0], target)
+    assert (made.rows, made.tasks) == (rows, tasks)
+    plain.check_product(kernel, target)
+    assert emulator.products and emulator.released
+
+
+@pytest.mark.parametrize(("cache", "blocks"), [(190_000, 2), (220_000, 1), (300_000, 2)], ids=["no room", "far", "near"])
+def test_one_thread_reads_far_weights_once_if_all_rows_fit_the_cache(emulator: Unit, cache: int, blocks: int) -> None:
+    """262,144 bytes of weights, 163,840 of rows."""
+    target = replace(with_amx(), core_cache_bytes=cache)
+    kernel = of_rows(64, 512, 512, target)
+    assert tiles.plan(kernel, kernel.body[0], target).blocks == blocks
+    plain.check_product(kernel, target)
     assert emulator.products and emulator.released
 
 

@@ -174,14 +174,14 @@ def library() -> Library:
 
 
 class Table:
-    """Steps (kernel name, tasks, arguments) as the pool walks them; arguments are arrays or ints. `after`, `ahead`, `again`: of
-    each, see Step."""
+    """Steps (kernel name, tasks, arguments) as the pool walks them; arguments are arrays or ints. `after`, `ahead`, `again`,
+    `quiet`: of each, see Step."""
 
-    def __init__(self, steps, threads: int, after=(), ahead=(), again=()) -> None:
+    def __init__(self, steps, threads: int, after=(), ahead=(), again=(), quiet=()) -> None:
         self.pool = pools.pool(threads) if threads > 1 else None
         self.keep = [np.array([a.ctypes.data if isinstance(a, np.ndarray) else a for a in args], np.int64) for *_, args in steps]
         self.arrays = [a for *_, args in steps for a in args]
-        more = zip(self.keep, *(given or [0] * len(steps) for given in (after, ahead, again)))
+        more = zip(self.keep, *(given or [0] * len(steps) for given in (after, ahead, again, quiet)))
         rows = [pools.Step(library().address(n), a.ctypes.data, t, *rest) for (n, t, _), (a, *rest) in zip(steps, more)]
         self.steps = (pools.Step * len(rows))(*rows)
         base = ctypes.addressof(self.steps)
@@ -298,6 +298,17 @@ def test_sleeping_workers_wake():
         met[0] = 0
         assert table.run() == 0, "no second thread took part"
         assert chained.run() == 0 and (counts[3] == i).all()
+
+
+def test_no_worker_is_woken_for_a_quiet_group():
+    pool, loud, seen = pools.pool(2), np.zeros(3, np.int64), np.zeros(2, np.int64)
+    small, large = Table([("count", 2, (seen, seen, 0))], 2, quiet=[1]), Table([("meet", 2, (loud,))], 2)
+    for i in range(1, 6):
+        while not pool._control.sleepers:
+            time.sleep(0.001)
+        assert small.run() == 0 and (seen == i).all() and pool._control.sleepers == 1
+        loud[0] = 0
+        assert large.run() == 0, "no second thread took part"
 
 
 def test_threads_have_scratch_of_their_own():

@@ -21,9 +21,10 @@ ATTEND = -1  # returned by a run that succeeded, if `Pool.attend` should be call
 class Step(ctypes.Structure):
     """One step: fn(args, task, scratch, status) for every task in range(tasks). `after`: number of tasks of the later steps in
     its group; JUMP: the run continues after the step whose address fn has stored at args. `ahead`: a Reading for each thread, or
-    null. `again`: added to the number of a task if the thread's last task in this group was one of this step: KEPT or 0."""
+    null. `again`: added to the number of a task if the thread's last task in this group was one of this step: KEPT or 0. `quiet`:
+    1 if no thread is woken for the group that this step begins, since it is over before one would be awake; or 0."""
 
-    _fields_ = [("fn", P), ("args", P), ("tasks", I64), ("after", I64), ("ahead", P), ("again", I64)]
+    _fields_ = [("fn", P), ("args", P), ("tasks", I64), ("after", I64), ("ahead", P), ("again", I64), ("quiet", I64)]
 
 
 class Reading(ctypes.Structure):

@@ -18,7 +18,7 @@ import numpy as np
 
 from rlx.backends.cpu import memory, pool
 from rlx.backends.cpu.abi import Rendered
-from rlx.backends.cpu.table import AGREEING, Place, Rows, Stream, Surroundings, Table, joins
+from rlx.backends.cpu.table import AGREEING, Place, Rows, Stream, Surroundings, Table, joins, quiet
 from rlx.backends.shared.loaded import Loaded, check_fits, constants_of
 from rlx.driver.backend import Timeline
 from rlx.driver.exchange import Exchanges
@@ -313,7 +313,7 @@ class CpuExecutable(Loaded):
         experts = self._experts.around if self._experts and runs else {}
         if exchange:
             rows.add(-1, *exchange.begin())
-        for at, ((step, code), concurrent) in enumerate(zip(coded, joins(coded))):
+        for at, ((step, code), concurrent, short) in enumerate(zip(coded, joined := joins(coded), quiet(coded, joined))):
             if exchange and at == ends:
                 rows.add_all(at, (commits and exchange.agreement(), exchange.release()))
             before, behind = experts.get(at, ((), ()))
@@ -333,7 +333,9 @@ class CpuExecutable(Loaded):
             row = (spans.function if spans else function, *head, *given_or_own, *more)
             which = code.streamed - 1
             stream = Stream(given_or_own[which], self.decls[step.args[which]].nbytes) if code.streamed else None
-            rows.add(at, *row, kernel=step.kernel, tasks=code.tasks, joined=concurrent, stream=stream, again=code.keeps)
+            rows.add(
+                at, *row, kernel=step.kernel, tasks=code.tasks, joined=concurrent, stream=stream, again=code.keeps, quiet=short
+            )
             rows.add_all(at + 1, behind)
         if exchange and len(coded) <= ends:
             rows.add_all(len(coded), (commits and exchange.agreement(), exchange.release()))

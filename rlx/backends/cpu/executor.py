@@ -245,7 +245,7 @@ def advance(e: ExecutorBody, c: V, run: V, done: V, tid: V) -> None:
             e.put(c, "done", 0)
             own = publish(e, c, tid, tasks)
             sleepers = e.get(c, "sleepers", "seq_cst")
-            with e.when(e.cmp("sgt", sleepers, 0)):
+            with e.when(e.bin("and", e.cmp("sgt", sleepers, 0), e.cmp("eq", e.get(step, "quiet"), 0))):
                 # the count is lowered only here, and the unit still held excludes a second publisher: so it never falls too low
                 called = e.intrinsic("smin", e.convert("trunc", e.bin("sub", tasks, 1), "i32"), sleepers)
                 e.change("sub", c, "sleepers", called)

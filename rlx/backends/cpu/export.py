@@ -22,7 +22,7 @@ import numpy as np
 from rlx import knobs
 from rlx.backends.cpu.abi import ATTEND, MAX_PARTS, MAX_THREADS, Control, Rendered, Run, Step
 from rlx.backends.cpu.executable import SCRATCH_ALIGNMENT, CpuArtifact
-from rlx.backends.cpu.table import joins, tasks_after
+from rlx.backends.cpu.table import joins, quiet, tasks_after
 from rlx.errors import CompileError, DeviceUnavailableError, Unsupported
 from rlx.host.builtin import futex_call
 from rlx.host.jit import compile_object
@@ -158,10 +158,11 @@ class _Tables:
     def _rows(self, coded: Sequence[tuple[ProgramStep, Rendered]], places: list[str]) -> list[str]:
         """Rows of steps, whose arguments are added to `places`."""
         rows = []
-        after = tasks_after([code.tasks for _, code in coded], joins(coded))
-        for (step, code), rest in zip(coded, after):
+        joined = joins(coded)
+        after = tasks_after([code.tasks for _, code in coded], joined)
+        for (step, code), rest, short in zip(coded, after, quiet(coded, joined)):
             name = f"{step.kernel.name} ({' '.join(step.kernel.origin)})" if step.kernel.origin else step.kernel.name
-            rows.append(f"{{{code.symbol}, {len(places)}, {code.tasks}, {rest}, {code.keeps}, {_quoted(name)}}}")
+            rows.append(f"{{{code.symbol}, {len(places)}, {code.tasks}, {rest}, {code.keeps}, {int(short)}, {_quoted(name)}}}")
             places += map(self._place, step.args)
         return rows
 
@@ -174,7 +175,7 @@ class _Tables:
 
 _FIXED = """typedef struct { enum { IN_ARENA, IN_DATA, IN_STATE } kind; size_t offset; } Place;
 typedef void Kernel(void **, int64_t, void *, int32_t *);
-typedef struct { Kernel *function; size_t first; int64_t tasks, after, again; const char *name; } Row;
+typedef struct { Kernel *function; size_t first; int64_t tasks, after, again, quiet; const char *name; } Row;
 typedef struct { const char *name; unsigned leaf, subleaf, word, bit, saved; } Feature;
 int32_t executor_run(Run *);
 void executor_work(Control *, int64_t);

@@ -33,7 +33,8 @@ from rlx.ir.kernel import (  # isort: skip
 )  # fmt: skip
 from rlx.ir.target import Target
 
-GRAIN_NS = 6_000  # least estimated work of a task: a handover takes 0.2 µs, 12 µs more if the other thread sleeps
+GRAIN_NS = 6_000  # least estimated work of a task, where there are more than two: a handover takes 0.2 µs
+SHARED_NS = 7_500  # least estimated work of a loop of several tasks: no thread is woken for small ones (table.WAKING_NS)
 NATIVES = {"attention": attention, "attention_parts": attention, "conv": grouped}  # see backend.py
 STREAMED_BYTES = 32 << 20  # a kernel that touches this much uses non-temporal stores: the results would not stay in cache
 FETCHED_AHEAD = 1024  # bytes from an access to what is prefetched with it
@@ -161,8 +162,8 @@ def _has_vector(stmts: Sequence[Stmt]) -> bool:
 
 def task_count(work_ns: float, threads: int) -> int:
     """The number of tasks to aim for: a multiple of `threads` if there is work enough, and each of about GRAIN_NS at least."""
-    tasks = min(int(work_ns / GRAIN_NS), TASKS_PER_THREAD * threads)
-    return 1 if threads == 1 or tasks < 2 else tasks if tasks < threads else -(-tasks // threads) * threads
+    tasks = max(2, min(int(work_ns / GRAIN_NS), TASKS_PER_THREAD * threads))
+    return 1 if threads == 1 or work_ns < SHARED_NS else tasks if tasks < threads else -(-tasks // threads) * threads
 
 
 def _emit_tasks(space: Space, scope: Scope, wanted: int, limits: Limits) -> int:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Surroundings: TypeAlias = "tuple[HostRegion, int, pool.Pool | None]"  # scratch, its bytes per thread, the threads
 SHARED_NS = 20_000  # groups of single tasks with this much estimated work are shared by threads: waking one costs time
+WAKING_NS = 12_000  # until a thread that sleeps has begun a task
 AHEAD_BYTES = 1 << 19  # most that a thread fetches ahead: a quarter of the L2 cache of processors that do
 BEGINNING, AGREEING = "the barrier before the first step", "the barrier after the last step"
 
@@ -42,9 +43,9 @@ class Stream(NamedTuple):
 class Rows:
     """The rows of a table while it is made. `steps`: (function, index of its first argument in `addresses`, tasks, whether the
     row is in the group of the previous one). `kernels`: None for rows that are no steps of the program. `places`: the step of the
-    program at which, or in front of which, a row stands; -1: before the first. `streams`: the weights that a row reads. `again`:
-    see rlx.backends.cpu.abi.Step. `moving`: (index in `addresses`, buffer) of each argument that is a handle. `targets`: (index
-    in `addresses`, row) of arguments that are addresses of rows, those behind the row in front."""
+    program at which, or in front of which, a row stands; -1: before the first. `streams`: the weights that a row reads. `again`,
+    `quiet`: see rlx.backends.cpu.abi.Step. `moving`: (index in `addresses`, buffer) of each argument that is a handle. `targets`:
+    (index in `addresses`, row) of arguments that are addresses of rows, those behind the row in front."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, int, int, bool]] = []
@@ -53,6 +54,7 @@ class Rows:
         self.places: list[int] = []
         self.streams: list[Stream | None] = []
         self.again: list[int] = []
+        self.quiet: list[bool] = []
         self.moving: list[tuple[int, int]] = []
         self.targets: list[tuple[int, int]] = []
         self.jumps: list[int] = []
@@ -60,7 +62,7 @@ class Rows:
 
     def add(
         self, place: int, function: int, *addresses: int, kernel: Kernel | None = None, tasks: int = 1, joined: bool = False,
-        stream: Stream | None = None, again: int = 0,
+        stream: Stream | None = None, again: int = 0, quiet: bool = False,
     ) -> None:  # fmt: skip
         self.steps.append((function, len(self.addresses), tasks, joined))
         self.addresses += addresses
@@ -68,6 +70,7 @@ class Rows:
         self.places.append(place)
         self.streams.append(stream)
         self.again.append(again)
+        self.quiet.append(quiet)
 
     def add_all(self, place: int, rows: Iterable[Sequence[int] | Literal[False] | None]) -> None:
         for row in rows:
@@ -87,8 +90,9 @@ class Table:
         self._program, (self._scratch, stride, self._pool) = program, surroundings
         self._kernels, self._places, self.moving, self._kept = rows.kernels, rows.places, rows.moving, rows.kept
         self._addresses = np.array([*rows.addresses, 0], np.int64)  # the executor reads one argument of each row
-        self._steps = np.zeros((len(rows.steps), 6), np.int64)  # pool.Step
-        self._steps[:, :4], self._steps[:, 5] = np.array(rows.steps, np.int64).reshape(-1, 4), rows.again
+        self._steps = np.zeros((len(rows.steps), 7), np.int64)  # pool.Step
+        self._steps[:, :4] = np.array(rows.steps, np.int64).reshape(-1, 4)
+        self._steps[:, 5], self._steps[:, 6] = rows.again, rows.quiet
         self._steps[:, 3] = tasks_after([tasks for _, _, tasks, _ in rows.steps], [joined for *_, joined in rows.steps])
         self._steps[rows.jumps, 3] = JUMP
         for at, row in rows.targets:
@@ -175,6 +179,15 @@ def joins(coded: Sequence[tuple[Step, Rendered]]) -> list[bool]:
         groups = [*groups[:-1], [*groups[-1], code]] if step.concurrent and groups else [*groups, [code]]
     worth = [any(c.tasks > 1 for c in group) or sum(c.work_ns for c in group) > SHARED_NS for group in groups]
     return [i > 0 and found for group, found in zip(groups, worth) for i in range(len(group))]
+
+
+def quiet(coded: Sequence[tuple[Step, Rendered]], joined: Sequence[bool]) -> list[bool]:
+    """For each step, whether the rest of its group, from it on, takes less time than waking a thread (pool.Step)."""
+    found, work = list[bool](), 0
+    for (_, code), joins_previous in zip(reversed(coded), reversed(joined)):
+        found.append(work + code.work_ns < WAKING_NS)
+        work = work + code.work_ns if joins_previous else 0
+    return found[::-1]
 
 
 def tasks_after(tasks: Sequence[int], joined: Sequence[bool]) -> list[int]:

@@ -128,7 +128,7 @@ static int start(rlx_model *m, int threads) {
 
 static void fill(rlx_model *m, Step *step, const Row *rows, size_t count) {
     for (size_t i = 0; i < count; i++) {
-        step[i] = (Step){(void *)rows[i].function, &m->args[rows[i].first], rows[i].tasks, rows[i].after, NULL, rows[i].again};
+        step[i] = (Step){(void *)rows[i].function, &m->args[rows[i].first], rows[i].tasks, rows[i].after, NULL, rows[i].again, rows[i].quiet};
     }
 }
 

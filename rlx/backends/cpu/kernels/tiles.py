@@ -17,7 +17,7 @@ from rlx.backends.cpu.dots import Dot, dot_of
 from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.tile import LINE
 from rlx.host.processor import fetches_ahead
-from rlx.ir.kernel import Computed, Contract, Kernel, Local, Operand, walk
+from rlx.ir.kernel import Buffer, Computed, Contract, Kernel, Local, Operand, Store, walk
 from rlx.ir.target import Target
 from rlx.records import record
 
@@ -140,6 +140,9 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     most, room = BLOCK_ROWS, SCRATCH
     if matrix and target.threads == 1:
         most, room = MATRIX_BLOCK_ROWS, target.core_cache_bytes // 2
+        far, whole = c.k * c.n * c.b.dtype.itemsize > target.core_cache_bytes, target.core_cache_bytes * 4 // 5
+        if far and c.m * row_bytes <= whole:
+            room = whole  # one block: each reads the weights again, which the cache does not keep
     fit = min(most, room // row_bytes if row_bytes else most)
     blocks = -(-row_tiles // max(1, fit // max(1, rows)))
     wanted = tiling.get("tasks", _wanted_tasks(c, batch, target.threads))
@@ -148,7 +151,8 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
         blocks = max(asked, blocks if row_bytes else 1)
         groups, batch_groups = 1, batch if blocks > 1 else min(batch, max(wanted, 1))
     else:
-        blocks, groups, batch_groups = _tasks(c, batch, row_tiles, blocks, panels, target.threads, wanted)
+        by_rows = bool(c.rows) or (matrix > 0 and batch == 1 and _by_rows(c, target.threads))
+        blocks, groups, batch_groups = _tasks(c, batch, row_tiles, blocks, panels, target.threads, wanted, by_rows)
     tiles = -(-row_tiles // blocks) if blocks else 0
     stage_b = "groups" if group > 1 and not panel else _stage_b(c.b, c, tiles)
     cached = tiles * rows * c.k * c.a.dtype.itemsize <= amx.L1  # such a block is read from there, in any layout
@@ -258,8 +262,9 @@ def _highest(c: Contract, vectors: int, registers: int, unit: int, threads: int)
     if not unit:
         return max(1, min(MAX_ROWS, (registers - 1 - vectors) // vectors))
     plain = isinstance(c.a, Operand) and not c.a.row_levels + c.a.col_levels
-    low = unit == 2 and threads > 1 and plain and c.m <= LOW_UNIT[0] and c.k <= LOW_UNIT[1]
-    return amx.SIDE if low else 2 * amx.SIDE
+    low = unit == 2 and threads > 1 and c.m <= LOW_UNIT[0] and c.k <= LOW_UNIT[1]
+    few = bool(c.rows) and -(-c.m // (2 * amx.SIDE)) < threads  # tasks own whole rows: some threads would have none
+    return amx.SIDE if plain and (low or few) else 2 * amx.SIDE
 
 
 def _panel_vectors(c: Contract, registers: int) -> int:
@@ -397,7 +402,7 @@ def tasks_of(worth: int, threads: int, each: int = TASKS_PER_THREAD) -> int:
 
 
 def _tasks(
-    c: Contract, batch: int, row_tiles: int, blocks: int, panels: int, threads: int, wanted: int
+    c: Contract, batch: int, row_tiles: int, blocks: int, panels: int, threads: int, wanted: int, by_rows: bool
 ) -> tuple[int, int, int]:
     """(blocks of rows, groups of panels, groups of batch entries): at least `blocks` blocks, and work for every thread."""
     if not (row_tiles and panels and batch):
@@ -406,7 +411,7 @@ def _tasks(
     shares = c.n * c.acc.dtype.itemsize % LINE != 0  # groups of columns would write to the same cache lines
     if shares and wanted > batch * blocks and row_tiles >= 8 * threads:
         blocks = -(-max(blocks, 2 * threads) // threads) * threads
-    elif wanted > batch * blocks and not c.rows:
+    elif wanted > batch * blocks and not by_rows:
         if isinstance(c.a, Computed):  # every group of columns recomputes its rows; a thread computes those of one block once
             blocks = max(blocks, min(-(-wanted // batch), c.m // COMPUTED_ROWS))
             most = threads if batch * blocks > 1 else max(threads, panels)
@@ -421,6 +426,16 @@ def _tasks(
     even = -(-blocks // step) * step  # with so many blocks, tasks are whole rounds of the threads
     lower = whole_rounds(blocks * times, threads) > blocks * times and LEAST_TILES * even <= row_tiles
     return even if lower else blocks, groups, batch_groups
+
+
+def _by_rows(c: Contract, threads: int) -> bool:
+    """Whether threads of a product on the matrix unit divide the rows of one block, not the columns: if the results are as many
+    bytes as the weights that all threads but one then read again. With some of the columns, a thread writes lines that others
+    have read, and reads in the next kernel what they wrote."""
+    stored = sum(s.buffer.dtype.itemsize for s in walk(c.epilogue) if isinstance(s, Store) and isinstance(s.buffer, Buffer))
+    again = (threads - 1) * c.k * c.b.dtype.itemsize
+    packed = isinstance(c.a, Operand) and panel_of(c.b)[0] > 0
+    return packed and 2 * amx.SIDE * threads <= c.m <= BLOCK_ROWS and 0 < again <= c.m * stored
 
 
 def whole_rounds(tasks: int, threads: int) -> int:
