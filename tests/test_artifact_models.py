@@ -212,7 +212,7 @@ def test_the_command_that_saves(encoder, decoder, tmp_path):
     assert rlx.load(tmp_path / "qwen3.rlx").capacity == 8
     refused = {
         ("--shape", "8"): "--shape is texts x tokens, as 8x64; got '8'",
-        ("--shape", "1x16", "--dim", "n=2"): f"--dim, --shape: {decoder[0]} is a language model",
+        ("--shape", "1x16", "--dim", "n=2"): f"--dim, --shape: {decoder[0]} is no encoder and no ONNX model",
     }
     for options, message in refused.items():
         done = saved(decoder[0], tmp_path / "x.rlx", *options)

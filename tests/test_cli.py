@@ -291,3 +291,41 @@ def test_ctrl_c_while_importing_leaves_no_traceback(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+@pytest.mark.parametrize(("line", "says"), [
+    ("generate MODEL hi --temperature -1", "temperature is a number from 0.0 to 10000.0, got -1.0"),
+    ("generate MODEL hi --seed -1", "a seed is a whole number from 0"), ("chat MODEL --top-k -1", "top_k is a whole number"),
+    ("chat MODEL --stop=", "a stop string is a str that is not empty"),
+    ("generate MODEL hi --cache f8", "cache='f8': choose one of"),
+    ("generate MODEL hi --expert-budget much", "a budget of experts is bytes"),
+    ("embed --device q hi", "no device is called 'q'"),
+    ("generate MODEL hi --expert-policy lru", "expert_policy='lru' needs an expert_budget"),
+    ("generate MODEL hi --expert-budget 8 --expert-policy best", "no policy is called 'best'"),
+    ("generate MODEL hi --record-experts /proc/none/trace", "there is no folder /proc/none"),
+    ("bench MODEL --dim n=2", "--dim: MODEL is no ONNX model"), ("bench MODEL --dim n", "--dim is name=size"),
+    ("explain MODEL --batch 2", "--batch: MODEL is no encoder and no ONNX model"),
+    ("verify MODEL --dim n=", "--dim is name=size"),
+    ("save MODEL FILE --shape 1x8", "--shape: MODEL is no encoder and no ONNX model"),
+    ("save MODEL FILE --shape 0x8", "--shape is texts x tokens"),
+    ("inspect MODEL --input x", "--input is name=file.npy; got 'x'"),
+    ("inspect MODEL --dim n=2", "--dim: MODEL is no ONNX model"),
+    ("run MODEL.onnx --dim n=2 --dim n=3", "--dim n is given twice"),
+    ("moe simulate MODEL --budget none", "a budget of experts is bytes"),
+    ("moe simulate MODEL --budget 8 --policy best", "no policy is called 'best'"),
+    ("moe simulate MODEL --budget 8 --slow-rate 5", "--slow-rate is bytes per second"),
+    ("embed --output /proc/none/x hi", "there is no folder /proc/none"),
+])  # fmt: skip
+def test_options_are_checked_before_any_file_is_read(
+    line: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model is not there, which would be an error too."""
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(*line.split()) == 1
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("line", ["search nowhere hi --device cpu", "moe simulate MODEL --budget 8 --resident-rate 0"])
+def test_wrong_usage_is_found_before_any_file_is_read(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(*line.split()) == 2 and "Invalid value" in capsys.readouterr().err

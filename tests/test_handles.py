@@ -198,7 +198,7 @@ def test_numbers_of_forks(session: Session) -> None:
     compiled = session.compile(cache())
     assert compiled.fork_handles(0) == [] and len(compiled.fork_handles(2)) == 2
     for wrong in (-1, 1.5, "2"):
-        with pytest.raises(BindingError, match="number of forks"):
+        with pytest.raises(OptionError, match="number of forks"):
             compiled.fork_handles(wrong)  # type: ignore[arg-type]
     assert session.compile(_named("h", (0, 3))).fork_handles(1)[0].read("h").shape == (0, 3)
     (empty,) = HandleStore().fork()

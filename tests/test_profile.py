@@ -14,7 +14,7 @@ from rlx import knobs
 from rlx.backends import backend_of
 from rlx.driver import Device
 from rlx.driver.backend import Roofed, Timeline
-from rlx.errors import BindingError, InputShapeError, MissingParamError, OptionError, Unsupported
+from rlx.errors import InputShapeError, MissingParamError, OptionError, Unsupported
 from rlx.explain.profile import profile_of, spent
 from rlx.ir.cost import Roofline
 
@@ -211,7 +211,7 @@ def test_profile_says_what_it_cannot_do():
     made = compiled(two_layers())
     with pytest.raises(InputShapeError, match="x"):
         made.profile(np.ones((2, 2), F))
-    with pytest.raises(BindingError, match="number of runs"):
+    with pytest.raises(OptionError, match="runs is a whole number of at least 1"):
         made.profile(runs=0)
     with pytest.raises(MissingParamError, match="'w'"):
         rlx.Session("cpu").compile(two_layers()).profile()

@@ -71,33 +71,30 @@ def bench(
 
         rlx bench model.q4_k.gguf --length 512 --threads 4 --json
     """
-    from rlx.cli.run import arrays, holds_graphs, open_onnx, sizes_of, stored
-    from rlx.frontends.embedding import EmbeddingModel
+    from rlx.cli.run import arrays, open_onnx, stored
+    from rlx.frontends.hub import model_path
     from rlx.frontends.load import load
-    from rlx.runtime import CompileOptions, Session
+    from rlx.runtime.saving import GRAPHS
 
     with Bars() as bars:
         begun = time.perf_counter()
-        session = Session(device, progress=bars.step)
-        options = CompileOptions(threads=threads, tune=tune)
-        for_text = ("batch", "length", "new_tokens", "cache")
-        if model.suffix == ".onnx":
-            o.refuse(context, sizes_of(model), *for_text)
+        kind, saved = o.kind_of(place := model_path(model))
+        _refuse_others(context, model, kind)
+        if kind == "onnx":
             net, inputs = open_onnx(model, bars, given, dim, True, device, threads, tune)
             loaded = time.perf_counter() - begun
             prepared = _graph(net.executable(inputs), inputs)
-        elif holds_graphs(model):
-            o.refuse(context, sizes_of(model), *for_text)
+        elif kind == GRAPHS:
             compiled = stored(model, None, device, threads, tune)
             loaded = time.perf_counter() - begun
             prepared = _graph(compiled, arrays({d.name: d.shape for d in compiled.inputs}, given, dim))
         else:
-            how = _of_language(model, batch, length + new_tokens, cache, bars)
-            found = load(model, session=session, options=options, **how)
+            how = o.compiling(bars, device, threads, tune)
+            if kind == "decoder" and not saved:
+                how |= {"batch": batch, "capacity": length + new_tokens, "progress": bars.loading, "cache": cache or "f32"}
+            found = load(place, **how)
             loaded = time.perf_counter() - begun
-            o.refuse(context, f"{model} is no ONNX model", "dim", "given")
-            if isinstance(found, EmbeddingModel):
-                o.refuse(context, f"{model} is an encoder", "new_tokens", "cache")
+            if kind == "encoder":
                 prepared = _encoder(found, batch, length)
             else:
                 if (found.batch, found.cache) != (batch, cache or found.cache):
@@ -119,16 +116,16 @@ def bench(
         _print(facts, roofline_of(compiled[0]))
 
 
-def _of_language(model: Path, batch: int, capacity: int, cache: str | None, bars: Bars) -> dict[str, Any]:
-    """Arguments that only a LanguageModel takes."""
-    from rlx.frontends.embedding import is_encoder
-    from rlx.frontends.hub import model_path
-    from rlx.runtime.artifact import begins_with
+def _refuse_others(context: typer.Context, model: Path, kind: str) -> None:
+    """OptionError: an option was given that models of this kind do not have."""
+    from rlx.cli.run import sizes_of
 
-    if is_encoder(path := model_path(model)) or begins_with(path):
-        return {}
-    how = {"batch": batch, "capacity": capacity, "progress": bars.loading}
-    return how if cache is None else how | {"cache": cache}
+    if kind in ("encoder", "decoder"):
+        o.refuse(context, f"{model} is no ONNX model", "dim", "given")
+    else:
+        o.refuse(context, sizes_of(model), "batch", "length", "new_tokens", "cache")
+    if kind == "encoder":
+        o.refuse(context, f"{model} is an encoder", "new_tokens", "cache")
 
 
 class Results(NamedTuple):

@@ -53,34 +53,30 @@ def explain(
 
         rlx explain path/to/folder --tokens 128 --context 0 --report report.json
     """
-    for path in (output, report, trace):
-        o.check_writable(path)
+    o.check_writable(output, report, trace)
     from rlx.cli.generate import open_model
     from rlx.cli.run import open_onnx, sizes_of
     from rlx.errors import Unsupported
     from rlx.explain.profile import timed, write_trace
-    from rlx.frontends.embedding import default_folder, is_encoder, load
+    from rlx.frontends.embedding import default_folder
     from rlx.frontends.hub import model_path
     from rlx.ir.shown import counted, sized
-    from rlx.runtime import CompileOptions, Session
-    from rlx.runtime.artifact import begins_with
 
     place = default_folder() if model is None else model_path(model)
-    if begins_with(place):
+    kind, saved = o.kind_of(place)
+    if saved:
         raise Unsupported(f"{place} is an artifact, which has programs and no graph: explain the model that it was saved from")
     of_encoders, of_decoders = ("batch", "length"), ("tokens", "held", "capacity", "cache")
     with Bars() as bars:
-        if place.suffix == ".onnx":
+        if kind == "onnx":
             o.refuse(context, sizes_of(place), *of_encoders, *of_decoders)
             found, profile = of_onnx(*open_onnx(place, bars, given, dim, True, device, threads, tune))
-        elif is_encoder(place):
+        elif kind == "encoder":
             o.refuse(context, f"{place} is an encoder", "dim", "given", *of_decoders)
-            session = Session(device, progress=bars.step)
-            encoder = load(place, options=CompileOptions(threads=threads, tune=tune), session=session)
-            found, profile = of_encoder(encoder, batch, length)
+            found, profile = of_encoder(o.open_encoder(place, bars, device, threads, tune), batch, length)
         else:
+            o.refuse(context, f"{place} is no encoder and no ONNX model", "dim", "given", *of_encoders)
             decoder = open_model(place, bars, capacity, cache, device, threads, tune)
-            o.refuse(context, f"{place} is a language model", "dim", "given", *of_encoders)
             found, profile = of_language(decoder, tokens, held)
     found.explain(output, profile)
     if report is not None:

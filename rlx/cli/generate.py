@@ -65,17 +65,15 @@ def generate(
 
     o.check_writable(trace)
     experts = expert_options(expert_budget, expert_policy, expert_profile, record_experts)
+    how = answer_options(max_new_tokens, stop, seed, temperature, top_k, top_p, min_p, repetition_penalty)
     transport = connect()  # with several ranks, only the first one prints
     first, text = transport.this_rank.index == 0, prompt
     if prompt == "-":
         text = of_first(transport, standard_input(bounded=True).encode() if first else b"").decode()
     with Bars() as bars:
         loaded = open_model(model, bars, capacity, cache, device, threads, tune, transport, **experts)
-        answer = Generator(
-            loaded, [{"role": "user", "content": text}] if chat else text, max_new_tokens=max_new_tokens, stop=stop or (),
-            seed=seed, on_text=_show if first else None, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty,
-        )  # fmt: skip
+        given = [{"role": "user", "content": text}] if chat else text
+        answer = Generator(loaded, given, on_text=_show if first else None, **how)
         prepare(answer)
     try:
         _run(answer, loaded, first, stats)
@@ -140,15 +138,12 @@ def chat(
     """
     from rlx.frontends.chat import Chat
 
-    sampling = {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty,
-        "seed": seed,
-    }  # fmt: skip
+    how = answer_options(max_new_tokens, stop, seed, temperature, top_k, top_p, min_p, repetition_penalty)
     experts = expert_options(expert_budget, expert_policy, expert_profile, record_experts)
     bars = Bars()
     with bars:
         loaded = open_model(model, bars, capacity, cache, device, threads, tune, **experts)
-        talk = Chat(loaded, system, max_new_tokens=max_new_tokens, stop=stop or (), on_text=_show, **sampling)
+        talk = Chat(loaded, system, on_text=_show, **how)
     terminal = sys.stdin.isatty()
     if terminal:
         print("/exit or Ctrl-D ends, /new begins a new conversation, Ctrl-C stops an answer", file=sys.stderr)
@@ -209,8 +204,20 @@ def _message(terminal: bool) -> str | None:
 
 def expert_options(budget: str | None, policy: str | None, profile: Path | None, record: Path | None) -> dict[str, Any]:
     """The arguments of LanguageModel that only models with experts take, checked."""
+    from rlx.frontends.experts import placed
+
     o.check_writable(record)
+    placed(budget, policy, profile)
     return {"expert_budget": budget, "expert_policy": policy, "expert_profile": profile, "record_experts": record}
+
+
+def answer_options(most: int | None, stop: list[str] | None, seed: int | None, *sampling: Any) -> dict[str, Any]:
+    """The arguments of Generator, checked. `sampling`: the fields of Sampling, in order."""
+    from rlx.frontends.generate import StopStrings
+    from rlx.frontends.sampling import Sampling, checked_seed
+
+    how, _, _ = vars(Sampling(*sampling)), checked_seed(seed), StopStrings(stop or ())
+    return {**how, "max_new_tokens": most, "stop": stop or (), "seed": seed}
 
 
 def open_model(
@@ -219,13 +226,11 @@ def open_model(
 ) -> LanguageModel:  # fmt: skip
     """`experts`: as from expert_options."""
     from rlx.frontends.load import load_decoder
-    from rlx.runtime import CompileOptions, Session
 
-    session = Session(device, progress=bars.step, transport=transport)
-    options = CompileOptions(threads=threads, tune=tune)
+    how = o.compiling(bars, device, threads, tune, transport)
     given = {"capacity": capacity, "cache": cache, **experts}
-    how = {name: value for name, value in given.items() if value is not None}
-    return load_decoder(model, options=options, progress=bars.loading, session=session, **how)
+    how |= {name: value for name, value in given.items() if value is not None}
+    return load_decoder(model, progress=bars.loading, **how)
 
 
 def _tell_experts(model: LanguageModel) -> None:

@@ -47,34 +47,34 @@ def inspect(
 
         rlx inspect Qwen/Qwen3-0.6B --files
     """
-    from rlx.frontends.embedding import EmbeddingModel
     from rlx.frontends.hub import model_path
     from rlx.frontends.load import load
     from rlx.runtime import CompileOptions, Session
-    from rlx.runtime.artifact import begins_with
 
-    if begins_with(path := model_path(model)):
+    kind, saved = o.kind_of(path := model_path(model))
+    if saved:
+        o.refuse(context, f"{path} is an artifact file, whose programs are listed", "dim", "given", "params", "device", "threads")
         return _artifact(path)
     session, options = Session(device, threads), CompileOptions()
-    if path.suffix == ".onnx":
+    if kind == "onnx":
         graphs = _onnx(path, dim, given, params, compiled)
         return _planned(graphs, session, options) if graphs else None
-    found = load(path, session=session, options=options)
     o.refuse(context, f"{path} is no ONNX model", "dim", "given")
-    print(o.printable(f"{path}: {'encoder' if isinstance(found, EmbeddingModel) else 'language model'}"))
-    graphs = _encoder(found, params) if isinstance(found, EmbeddingModel) else _decoder(found, params)
+    found = load(path, session=session, options=options)
+    print(o.printable(f"{path}: {'encoder' if kind == 'encoder' else 'language model'}"))
+    graphs = _encoder(found, params) if kind == "encoder" else _decoder(found, params)
     if compiled:
         _planned(graphs, session, options)
 
 
 def _onnx(path: Path, dim: list[str] | None, given: list[str] | None, params: bool, compiled: bool) -> list[Graph]:
     """Prints the model, and returns its graph if the sizes of all dims are given."""
-    from rlx.cli.run import arrays, check_dims, declared, sizes
+    from rlx.cli.run import arrays, check_dims, declared
     from rlx.frontends.load import load
 
     net = load(path)
     proto, weights = net.proto, net.initialisers()
-    check_dims(sizes(dim), (i.shape for i in net.inputs))
+    check_dims(o.sizes(dim), (i.shape for i in net.inputs))
     opsets = ", ".join(f"{o.domain or 'ai.onnx'} {o.version}" for o in proto.opset_import)
     made = f", made by {proto.producer_name} {proto.producer_version}".rstrip() if proto.producer_name else ""
     print(o.printable(f"{path}: ONNX model of IR version {proto.ir_version}, opsets {opsets}{made}"))

@@ -101,8 +101,7 @@ def embed(
 
         rlx embed --model path/to/folder --threads 2 --stats "Hello"
     """
-    o.check_writable(output)
-    o.check_writable(trace)
+    o.check_writable(output, trace)
     lines = list(texts or []) + (_read_lines(file) if file is not None else [])
     if not lines:
         raise typer.BadParameter("nothing to embed: give texts, or --file", param_hint="TEXT")

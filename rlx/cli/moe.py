@@ -34,7 +34,7 @@ def simulate(
     refresh: o.Refresh = 1,
     profile: o.ExpertProfile = None,
     resident_rate: Annotated[
-        float | None, typer.Option(help="Tokens per second with all experts resident.", show_default="as in the trace")
+        float | None, typer.Option(min=1e-9, help="Tokens per second with all experts resident.", show_default="as in the trace")
     ] = None,
     slow_rate: Annotated[
         str | None,
@@ -51,21 +51,23 @@ def simulate(
         rlx moe simulate trace.moe --budget 512 --policy lru --policy hysteresis --slow-rate 1.5GB
     """
     from rlx.errors import OptionError
-    from rlx.runtime.policies import POLICIES, Budget, profile_of
+    from rlx.runtime.policies import POLICIES, Budget, policy_of, profile_of
     from rlx.runtime.simulate import Rates, simulate
     from rlx.runtime.traces import TraceFile
 
-    file, amount, start = TraceFile(trace), Budget.of(budget), None
+    amount, start = Budget.of(budget), None
+    slow = None if slow_rate is None else Budget.of(slow_rate, "--slow-rate")
+    if slow is not None and not slow.in_bytes:
+        raise OptionError(f"--slow-rate is bytes per second, as 1.5GB, got {slow_rate!r}")
+    policies = {name: policy_of(name) for name in policy or POLICIES}
+    file = TraceFile(trace)
     if profile is not None:
         known = TraceFile(profile)
         if known.layers != file.layers:
             raise OptionError(f"{profile} is a trace of {known.model!r} with other layers than those of {file.model!r}")
         start = profile_of(known, file.layers)
-    slow = None if slow_rate is None else Budget.of(slow_rate, "--slow-rate")
-    if slow is not None and not slow.in_bytes:
-        raise OptionError(f"--slow-rate is bytes per second, as 1.5GB, got {slow_rate!r}")
     rates = Rates.of(file, resident_rate, slow and float(slow.amount))
-    outcomes = simulate(file, amount, rates, tuple(policy or POLICIES), refresh, start)
+    outcomes = simulate(file, amount, rates, tuple(policies), refresh, start)
     (_print_json if as_json else _print)(file, amount, rates, outcomes)
 
 

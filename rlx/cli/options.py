@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,15 +16,48 @@ if TYPE_CHECKING:
 HUB = "or a name on the Hugging Face Hub, such as Qwen/Qwen3-0.6B"
 HUB_ENCODER = "or a name on the Hugging Face Hub, such as sentence-transformers/all-MiniLM-L6-v2"
 
+def sizes(dim: list[str] | None) -> dict[str, int]:
+    """The named dims of `--dim name=size`."""
+    found: dict[str, int] = {}
+    for text in dim or ():
+        name, _, size = text.rpartition("=")
+        if not name or not size.isdecimal():
+            raise OptionError(f"--dim is name=size, as batch=8; got {text!r}")
+        if found.setdefault(name, int(size)) != int(size):
+            raise OptionError(f"--dim {name} is given twice: {found[name]} and {size}")
+    return found
+
+
+def pairs(given: list[str] | None) -> dict[str, str]:
+    """The files of `--input name=file.npy`."""
+    found: dict[str, str] = {}
+    for text in given or ():
+        name, _, file = text.partition("=")
+        if not name or not file:
+            raise OptionError(f"--input is name=file.npy; got {text!r}")
+        if name in found:
+            raise OptionError(f"--input {name} is given twice: {found[name]} and {file}")
+        found[name] = file
+    return found
+
+
+# callbacks read an option before any file is read; the command gets it as it was given
 Model = Annotated[
     Path, typer.Argument(help=f"Folder, .gguf or .onnx file, artifact file, {HUB}.", metavar="MODEL", show_default=False)
 ]  # fmt: skip
 Encoder = Annotated[
     Path | None, typer.Option("--model", help=f"BERT-type folder, artifact file, {HUB_ENCODER}.", show_default="all-MiniLM-L6-v2")
 ]
-Dims = Annotated[list[str] | None, typer.Option("--dim", help="Size of a named dim of an ONNX model: batch=8; several times.")]
+Dims = Annotated[
+    list[str] | None,
+    typer.Option("--dim", help="A named dim of an ONNX model, batch=8; several times.", callback=lambda x: (sizes(x), x)[1]),
+]
 Given = Annotated[
-    list[str] | None, typer.Option("--input", help="An input of an ONNX model: name=file.npy; several times.", show_default=False)
+    list[str] | None,
+    typer.Option(
+        "--input", help="An input of an ONNX model: name=file.npy; several times.", show_default=False,
+        callback=lambda given: (pairs(given), given)[1],
+    ),
 ]
 DeviceName = Annotated[str, typer.Option("--device", help="Device to run on: cpu, cuda, cuda:1 …; `rlx devices` lists them.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the CPU device.", show_default="all allowed")]
@@ -40,12 +73,13 @@ Trace = Annotated[
 ]
 
 
-def check_writable(path: Path | None) -> None:
+def check_writable(*paths: Path | None) -> None:
     """RlxError, before the work rather than after it, if a file cannot be written there."""
-    if path is not None and not path.parent.is_dir():
-        raise RlxError(f"cannot write {path}: there is no folder {path.parent}")
-    if path is not None and path.is_dir():
-        raise RlxError(f"cannot write {path}: it is a folder")
+    for path in filter(None, paths):
+        if not path.parent.is_dir():
+            raise RlxError(f"cannot write {path}: there is no folder {path.parent}")
+        if path.is_dir():
+            raise RlxError(f"cannot write {path}: it is a folder")
 
 
 def given(context: typer.Context, name: str) -> bool:
@@ -59,6 +93,18 @@ def refuse(context: typer.Context, why: str, *names: str) -> None:
     options = {p.name: p.opts[0] for p in context.command.params}
     if wrong := [options[name] for name in names if given(context, name)]:
         raise OptionError(f"{', '.join(wrong)}: {why}")
+
+
+def kind_of(path: Path) -> tuple[str, bool]:
+    """The kind of model at a path, "onnx", "encoder", "decoder", or another one of artifact files, and whether it is such a file.
+    Nothing is loaded."""
+    from rlx.frontends.embedding import is_encoder
+    from rlx.host.container import Container
+    from rlx.runtime.artifact import begins_with
+
+    if begins_with(path):
+        return str(Container(path, trust=True).manifest.get("kind")), True  # nothing in it is executed
+    return "onnx" if path.suffix == ".onnx" else "encoder" if is_encoder(path) else "decoder", False
 
 
 # -- language models
@@ -94,10 +140,17 @@ CacheDType = Annotated[str | None, typer.Option(help="Dtype of the KV cache: f32
 def open_encoder(model: Path | None, bars: Bars, device: str, threads: int | None, tune: float) -> EmbeddingModel:
     from rlx.frontends.embedding import default_folder
     from rlx.frontends.load import load_encoder
+
+    how = compiling(bars, device, threads, tune)
+    return load_encoder(model or default_folder(), **how)
+
+
+def compiling(bars: Bars, device: str, threads: int | None, tune: float, transport: Any = None) -> dict[str, Any]:
+    """The arguments of models that say how they are compiled."""
     from rlx.runtime import CompileOptions, Session
 
-    session = Session(device, progress=bars.step)
-    return load_encoder(model or default_folder(), options=CompileOptions(threads=threads, tune=tune), session=session)
+    session = Session(device, progress=bars.step, transport=transport)
+    return {"session": session, "options": CompileOptions(threads=threads, tune=tune)}
 
 
 def printable(text: str) -> str:

@@ -116,15 +116,6 @@ def _range(x: np.ndarray) -> tuple[str, str, str]:
     return f"{wide.min():.6g}", f"{wide.mean():.6g}", f"{wide.max():.6g}"
 
 
-def holds_graphs(path: Path) -> bool:
-    """True for an artifact file of graphs."""
-    from rlx.host.container import Container
-    from rlx.runtime.artifact import begins_with
-    from rlx.runtime.saving import GRAPHS
-
-    return begins_with(path) and Container(path, trust=True).manifest.get("kind") == GRAPHS  # nothing in it is executed
-
-
 def stored(path: Path, name: str | None, device: str, threads: int | None, tune: float) -> CompiledGraph:
     """The graph of an artifact file, or that of this name."""
     from rlx.runtime.artifact import ArtifactFile
@@ -152,11 +143,10 @@ def open_onnx(
 ) -> tuple[OnnxModel, Arrays]:  # fmt: skip
     """An ONNX model, and arrays for its inputs: from files, others random."""
     from rlx.frontends.load import load
-    from rlx.runtime import CompileOptions, Session
 
     if path.suffix != ".onnx":
         raise OptionError(f"{path} is no .onnx file and no artifact file of graphs, which are what rlx run takes")
-    net = load(path, session=Session(device, progress=bars.step), options=CompileOptions(threads=threads, tune=tune))
+    net = load(path, **o.compiling(bars, device, threads, tune))
     if lists := [i.name for i in net.inputs if i.kind == "sequence"]:
         how = "run the model from Python: rlx.load(path).run({name: [array, …]})"
         raise Unsupported(f"{path}: input {known(lists)} is a sequence, and a .npy file holds one array; {how}")
@@ -175,25 +165,13 @@ def declared(net: OnnxModel, given: list[str] | None = None) -> dict[str, Shape 
     return {i.name: i.shape for i in net.inputs if i.kind != "optional" or i.name in files}
 
 
-def sizes(dim: list[str] | None) -> dict[str, int]:
-    """The named dims of `--dim name=size`."""
-    found: dict[str, int] = {}
-    for text in dim or ():
-        name, _, size = text.rpartition("=")
-        if not name or not size.isdecimal():
-            raise OptionError(f"--dim is name=size, as batch=8; got {text!r}")
-        if found.setdefault(name, int(size)) != int(size):
-            raise OptionError(f"--dim {name} is given twice: {found[name]} and {size}")
-    return found
-
-
 def arrays(
     inputs: Mapping[str, Shape | None], given: list[str] | None, dim: list[str] | None, random: bool = True, seed: int = 0
 ) -> Arrays:
     """An array for each input: of `--input name=file.npy`, or random of the declared dims with the sizes of `--dim`."""
     import numpy as np
 
-    made, bound = {name: _read(name, file, inputs) for name, file in _pairs(given).items()}, sizes(dim)
+    made, bound = {name: _read(name, file, inputs) for name, file in o.pairs(given).items()}, o.sizes(dim)
     check_dims(bound, inputs.values())
     for name, array in made.items():
         shape = inputs[name]
@@ -233,19 +211,6 @@ def random_array(dims: tuple[int, ...], dtype: Any, rng: np.random.Generator) ->
     if dtype.kind == "f":
         return rng.standard_normal(dims).astype(dtype.numpy)
     return rng.integers(0, 2, dims).astype(dtype.numpy)
-
-
-def _pairs(given: list[str] | None) -> dict[str, str]:
-    """The files of `--input name=file.npy`."""
-    found: dict[str, str] = {}
-    for text in given or ():
-        name, _, file = text.partition("=")
-        if not name or not file:
-            raise OptionError(f"--input is name=file.npy; got {text!r}")
-        if name in found:
-            raise OptionError(f"--input {name} is given twice: {found[name]} and {file}")
-        found[name] = file
-    return found
 
 
 def _read(name: str, file: str, inputs: Mapping[str, Shape | None]) -> Any:

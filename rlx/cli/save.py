@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -43,33 +44,30 @@ def save(
     """
     o.check_writable(file)
     from rlx.cli.generate import open_model
-    from rlx.frontends.embedding import is_encoder
     from rlx.frontends.hub import model_path
     from rlx.ir.shown import sized
-    from rlx.runtime.artifact import begins_with
 
-    if begins_with(place := model_path(model)):
-        raise Unsupported(f"{place} is an artifact file already: copy it, or save the model that it was made from")
     shapes = [_shape(text) for text in shape] if shape else None
+    kind, saved = o.kind_of(place := model_path(model))
+    if saved:
+        raise Unsupported(f"{place} is an artifact file already: copy it, or save the model that it was made from")
     with Bars() as bars:
-        if place.suffix == ".onnx":
+        if kind == "onnx":
             from rlx.cli.run import open_onnx, sizes_of
 
             o.refuse(context, sizes_of(place), "shape", "capacity", "cache")
             net, inputs = open_onnx(place, bars, given, dim, True, device, threads, tune)
             nbytes = net.save(file, inputs, weights)
-        elif is_encoder(place):
+        elif kind == "encoder":
             o.refuse(context, f"{place} is an encoder", "dim", "given", "capacity", "cache")
             nbytes = o.open_encoder(place, bars, device, threads, tune).save(file, shapes=shapes, weights=weights)
         else:
-            decoder = open_model(place, bars, capacity, cache, device, threads, tune)
-            o.refuse(context, f"{place} is a language model", "dim", "given", "shape")
-            nbytes = decoder.save(file, weights=weights)
+            o.refuse(context, f"{place} is no encoder and no ONNX model", "dim", "given", "shape")
+            nbytes = open_model(place, bars, capacity, cache, device, threads, tune).save(file, weights=weights)
     print(f"{file}: {sized(nbytes)}")
 
 
 def _shape(text: str) -> tuple[int, int]:
-    rows, _, tokens = text.partition("x")
-    if not (rows.isdecimal() and tokens.isdecimal()):
-        raise OptionError(f"--shape is texts x tokens, as 8x64; got {text!r}")
-    return int(rows), int(tokens)
+    if not (found := re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", text, re.ASCII)):
+        raise OptionError(f"--shape is texts x tokens, as 8x64; got {text!r:.40}")
+    return int(found[1]), int(found[2])

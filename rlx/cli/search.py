@@ -21,7 +21,9 @@ NAMED = 3  # skipped files that are named, of each kind
 
 
 def search(
-    folder: Annotated[Path, typer.Argument(help="Folder of text files.", metavar="FOLDER", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of text files.", metavar="FOLDER", show_default=False, exists=True, file_okay=False)
+    ],
     query: Annotated[str, typer.Argument(help="What to search for, in your own words.", metavar="QUERY", show_default=False)],
     top: Annotated[int, typer.Option(min=1, help="Passages to print.")] = 5,
     glob: Annotated[list[str] | None, typer.Option(help="Only files that match, as '*.md'; can be given several times.")] = None,

@@ -53,24 +53,23 @@ def verify(
     import numpy as np
 
     from rlx.cli.run import sizes_of
-    from rlx.frontends.embedding import is_encoder
     from rlx.frontends.hub import model_path
     from rlx.runtime import CompileOptions, Session
-    from rlx.runtime.artifact import begins_with
     from rlx.runtime.verifying import verify
 
     of_text, of_onnx, of_runs = ("batch", "length", "text"), ("dim", "given"), ("seed", "device", "threads")
-    if begins_with(path := model_path(model)):
+    kind, saved = o.kind_of(path := model_path(model))
+    if saved:
         o.refuse(context, f"{path} is an artifact file, which is not run", *of_text, *of_onnx, *of_runs)
         return _stored(path)
     with Bars() as bars:
         session, options = Session(device, threads, progress=bars.step), CompileOptions()
-        if path.suffix == ".onnx":
+        if kind == "onnx":
             o.refuse(context, sizes_of(path), *of_text)
             cases = _onnx(path, bars, given, dim, device, threads, seed)
         else:
             o.refuse(context, f"{path} is no ONNX model", *of_onnx)
-            if not is_encoder(path):
+            if kind != "encoder":
                 o.refuse(context, f"{path} is no encoder: one text is verified", "batch")
             cases = _cases(path, session, options, batch, length, text, np.random.default_rng(seed))
         for case in cases:

@@ -24,7 +24,7 @@ RENAMED_PASSES = {"beside": "concurrent"}
 TUNE_SECONDS = 10.0  # tuning time per compile with tune=True
 AUTO = "auto"  # the size of a dim that is left open
 Foresee = Callable[[Kernel, bool], None]  # see rlx.compiler.lower
-ALIGNMENTS = 64, 1 << 30  # bytes: from one AVX-512 register, one cache line, to one huge page
+ALIGNMENTS = tuple(1 << n for n in range(6, 31))  # bytes: from one AVX-512 register, one cache line, to one huge page
 
 
 @record
@@ -70,9 +70,8 @@ class CompileOptions:
             )
         if self.threads is not None and whole("threads", self.threads) < 1:
             raise OptionError(f"threads={self.threads}: give at least 1, or None for all that the process may use")
-        least, most = ALIGNMENTS
-        if (a := self.alignment) is not None and (not least <= whole("alignment", a) <= most or a & (a - 1)):
-            raise OptionError(f"alignment={a}: give a power of two from {least} to {most} bytes, or None for the target's")
+        if (a := self.alignment) is not None and whole("alignment", a) not in ALIGNMENTS:
+            raise OptionError(f"alignment={a}: give a power of two from {ALIGNMENTS[0]} to {ALIGNMENTS[-1]}, or None")
         normal = {
             "disable": _pass_names(self.disable),
             "dims": _dim_values(self.dims),

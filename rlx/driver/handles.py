@@ -15,7 +15,7 @@ import numpy as np
 
 from rlx.driver.memory import Block, Memory, bytes_of
 from rlx.driver.queue import RunQueue
-from rlx.errors import BindingError, InputShapeError, TransferError, UnknownNameError, known
+from rlx.errors import BindingError, InputShapeError, TransferError, UnknownNameError, known, whole
 from rlx.forks import each_in_child
 from rlx.host.gate import Gate
 from rlx.ir.shape import Shape
@@ -131,8 +131,7 @@ class HandleStore:
 
         The first fork copies all pages written so far, once, to shareable memory; later forks copy the pages written since.
         MemoryError: the system refuses the memory; this store keeps its states."""
-        if not isinstance(k, int) or k < 0:
-            raise BindingError(f"a number of forks is 0 or more, got {k!r}")
+        k = whole("the number of forks", k, 0)
         self.check()
         if self._memory is not None and k:
             self._memory.freeze([e.block for e in self.entries.values()])

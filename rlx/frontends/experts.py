@@ -18,6 +18,17 @@ from rlx.runtime.pool import HasExperts
 from rlx.runtime.traces import Forward, MoELayer, TraceWriter
 
 
+def placed(
+    budget: Budget | int | str | None, policy: str | None, profile: str | PathLike[str] | None
+) -> tuple[Budget | None, str]:
+    """The budget and the policy. OptionError: they are none, or there is no budget for the policy or the profile."""
+    for name, value in (("expert_policy", policy), ("expert_profile", profile)):
+        if value is not None and budget is None:
+            raise OptionError(f"{name}={str(value)!r} needs an expert_budget")
+    policy_of(policy or DEFAULT)
+    return None if budget is None else Budget.of(budget), policy or DEFAULT
+
+
 class ModelExperts:
     """`pool`: from the first executable on, if there is a budget."""
 
@@ -29,10 +40,7 @@ class ModelExperts:
         given = {"expert_budget": budget, "expert_policy": policy, "expert_profile": profile, "record_experts": record}
         if config.experts is None and (names := [name for name, value in given.items() if value is not None]):
             raise OptionError(f"{model} has no experts: {' and '.join(names)} cannot be used with it")
-        for name, value in (("expert_policy", policy), ("expert_profile", profile)):
-            if value is not None and budget is None:
-                raise OptionError(f"{name}={str(value)!r} needs an expert_budget")
-        self._budget, self._policy = None if budget is None else Budget.of(budget), policy or DEFAULT
+        self._budget, self._policy = placed(budget, policy, profile)
         # whether graphs guess the next layer's experts: a trace has guesses too, for a simulation of the policies that use them
         self.guesses = record is not None or (policy_of(self._policy).guesses and budget is not None)
         self._profile, self._record, self._model = profile, record, model

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from rlx.errors import BindingError, ModelError, OptionError
+from rlx.errors import BindingError, ModelError, OptionError, whole
 from rlx.frontends.sampling import Sampler, Sampling, checked_seed
 from rlx.ir.shown import Shown
 
@@ -147,12 +147,9 @@ class Generator(Shown):
         room = self.room = model.capacity - len(self.prompt) + 1  # the last token is not processed
         if not self.prompt or room < 1:
             raise OptionError(f"the prompt has {len(self.prompt)} tokens; it needs 1 to the model's capacity, {model.capacity}")
-        if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 1):
-            raise OptionError(f"max_new_tokens is a whole number of at least 1, got {max_new_tokens!r}")
-        self.limit = room if max_new_tokens is None else min(room, max_new_tokens)
-        self.ends = frozenset(model.codec.ends if ends is None else ends if isinstance(ends, Iterable) else (ends,))
-        if not all(isinstance(i, (int, np.integer)) for i in self.ends):
-            raise OptionError(f"ends are token ids, got {ends!r:.80}")
+        self.limit = room if max_new_tokens is None else min(room, whole("max_new_tokens", max_new_tokens, 1))
+        given = model.codec.ends if ends is None else ends if isinstance(ends, Iterable) else (ends,)
+        self.ends = frozenset(whole("a token that ends the answer", i) for i in given)
         self.how, self.seed = _sampling(sampling), checked_seed(seed)
         self.reuse, args = reuse, (self.how, self.seed)
         if reuse and not isinstance(model, SamplingModel):

@@ -125,8 +125,7 @@ def _stored(
     file = ArtifactFile(path, **of_file)
     if kind and file.kind != kind:
         raise ModelError(f"{path} holds {file.kind!r}, and {kind!r} is needed here")
-    about = file.manifest.get("model")
-    if model is not None and not (isinstance(about, Mapping) and about.get("files")):
+    if model is not None and not (isinstance(about := file.manifest.get("model"), Mapping) and about.get("files")):
         raise OptionError(f"{path} needs no other files, got model={model!r:.60}: that is for a model saved without its weights")
     if file.kind == "encoder":
         from rlx.frontends.artifact import StoredEncoder

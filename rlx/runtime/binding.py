@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlx.driver.foreign import DeviceArray, detached, on_host
-from rlx.errors import BindingError, InputDTypeError, InputShapeError, MissingInputError, UnknownNameError, known
+from rlx.errors import BindingError, InputDTypeError, InputShapeError, MissingInputError, UnknownNameError, known, utf8
 from rlx.ir.dtype import DType, as_dtype, f16
 from rlx.ir.graph import Active
 from rlx.ir.program import BufferDecl
@@ -63,9 +63,7 @@ def converted(label: str, given: object, shape: Shape, adopt: Adopt | None = Non
 
 def named(label: str, name: object) -> str:
     """`name`, checked to be a string."""
-    if not isinstance(name, str):
-        raise UnknownNameError(f"the name of a {label} must be a string, got {name!r}")
-    return name
+    return utf8(f"the name of a {label} must be a string", name, UnknownNameError)
 
 
 def by_name(label: str, given: Mapping[str, object], decls: Sequence[BufferDecl], adopt: Adopt | None = None) -> list[Any]:

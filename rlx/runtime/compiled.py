@@ -479,8 +479,7 @@ class CompiledGraph(Shown):
             return
         if extent is not None:
             ints = [isinstance(e, (int, np.integer)) and not isinstance(e, bool) for e in extent] if type(extent) is tuple else []
-            fine = len(ints) == 2 and all(ints)
-            if not fine or extent[1] != bound[1] or not 0 < extent[0] <= bound[1]:
+            if ints != [True, True] or extent[1] != bound[1] or not 0 < extent[0] <= bound[1]:
                 want = f"(n, {bound[1]}) with n from 1 to {bound[1]}"
                 raise InputShapeError(f"{self._program.name}: the active extent of dim {bound[0]!r} is {want}, got {extent!r}")
         self._drain()  # queued runs use the old extent

@@ -11,7 +11,7 @@ import numpy as np
 from rlx.backends import backend_of
 from rlx.driver.backend import Roofed, Timed, Timeline
 from rlx.driver.handles import Snapshot
-from rlx.errors import BindingError, Unsupported
+from rlx.errors import Unsupported, whole
 from rlx.explain.profile import Profile, profile_of
 from rlx.runtime.tune import typical
 
@@ -28,8 +28,7 @@ def profiled(compiled: Any, inputs: tuple[Any, ...], named: Mapping[str, Any], r
         )
     if program.collectives:
         raise Unsupported(f"{program.name}: the steps of graphs with collectives are not measured; profile the parts of one rank")
-    if isinstance(runs, bool) or not isinstance(runs, int) or runs < 1:
-        raise BindingError(f"profile takes a number of runs from 1 on, got {runs!r}")
+    runs = whole("runs", runs, 1)
     arrays = _arrays(compiled, inputs, named)
     compiled._drain()
     with compiled._lock, compiled._gate:
