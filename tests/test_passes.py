@@ -422,6 +422,37 @@ def test_every_composite_becomes_core_ops_of_the_same_shapes(op, i):
     assert all(n.source == source for n in found.nodes() if n.op.kind is not Kind.LEAF)
 
 
+def close(found, graph):
+    """Both compute the same up to rounding."""
+    rng = np.random.default_rng(0)
+    arrays = {v.name: rng.standard_normal(v.shape.static, np.float32) for v in graph.inputs}
+    for a, b in zip(evaluate(found, arrays)[0], evaluate(graph, arrays)[0], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_that_are_alike_are_decomposed_once(monkeypatch):
+    g, calls, plain = Graph("layers"), [], OPS["rms_norm"].decompose
+    x = g.input("x", (4, 6), "f32")
+    for eps in (1e-5, 1e-5, 1e-6, 1e-5):
+        x = ops.rms_norm(x, g.input(f"scale{len(g.inputs)}", (6,), "f32"), eps=eps)
+    g.set_outputs([x, ops.rms_norm(x.reshape((6, 4)), g.input("other", (4,), "f32"), eps=1e-5)])
+    monkeypatch.setitem(vars(OPS["rms_norm"]), "decompose", lambda attrs, *values: calls.append(values) or plain(attrs, *values))
+    found = legalise(g, under())
+    assert len(calls) == 3, "with another eps, and with other dims"
+    assert {v.node for values in calls for v in values}.isdisjoint(found.nodes())
+    close(found, g)
+
+
+def test_constants_may_decide_how_an_op_is_decomposed():
+    """With groups that are known to be equal there is one product for each; else one for each row."""
+    g = Graph("groups")
+    x, w = g.input("x", (6, 4), "f32"), g.input("w", (2, 4, 5), "f32")
+    g.set_outputs([ops.segment_matmul(x, w, constant(np.array(ends, np.int32))) for ends in ((3, 6), (2, 6), (3, 6))])
+    found = legalise(g, under())
+    assert sum(n.op is OPS["gather"] for n in found.nodes()) == 1
+    close(found, g)
+
+
 def test_claims_are_kept_whole_and_their_reasons_reported():
     def claim(node):
         return None if node.shapes[0].dims[-1] == 4 else "only rows of 4"

@@ -71,12 +71,12 @@ class _Sinking:
             return (self.reduced(node, *self.turned[inputs[0]]),)
         if len(results) == 1 and (made := self.permuted(node)) is not None:
             return (made,)
-        return expand(node, self.new) if self.opens(node) else results
+        return expand(node, self.new, seen=self.compilation.decompositions) if self.opens(node) else results
 
     def opens(self, node: Node) -> bool:
         """True if a composite may be decomposed here: legalise would do it, and no pass before that asks for it as a whole."""
-        split = node.op.name in self.compilation.target.splits
-        return self.compilation.decide(node)[0] == "decomposed" and not split and into_contractions(node) is None
+        whole = node.op.name in self.compilation.target.splits or self.compilation.decide(node)[0] != "decomposed"
+        return not whole and into_contractions(node, self.compilation) is None
 
     def transposed(self, x: Value, axes: Axes, made: Value | None = None) -> Value:
         """`x` transposed: merged with a transpose that it is, and a reshape if only dims of 1 change places."""

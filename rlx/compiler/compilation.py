@@ -6,14 +6,18 @@ true until lowering and the reports.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import field
 
 from rlx.compiler.options import CompileOptions
 from rlx.errors import known
-from rlx.ir.graph import CONSTANT, PARAM, Node
+from rlx.ir.graph import CONSTANT, PARAM, Node, Value
 from rlx.ir.op import Kind
 from rlx.ir.target import Target
 from rlx.records import record
+
+# (op, attributes, operands) -> values in place of the operands, and the results computed of them (rlx.compiler.legalise.expand)
+Decompositions = dict[Hashable, tuple[tuple[Value, ...], Value | tuple[Value, ...]]]
 
 
 @record(eq=False)
@@ -23,6 +27,7 @@ class Compilation:
     target: Target
     options: CompileOptions
     nested: bool = False  # of a sub-graph: its states are values that a loop carries, and nothing restores them
+    decompositions: Decompositions = field(default_factory=dict, init=False, repr=False)
     _decisions: dict[Node, tuple[str, str]] = field(default_factory=dict, init=False, repr=False)
     _static: dict[Node, bool] = field(default_factory=dict, init=False, repr=False)
 

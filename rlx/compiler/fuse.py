@@ -12,7 +12,7 @@ share its state.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import count
 
 from rlx.compiler.facts import Facts
@@ -372,6 +372,12 @@ class _Fuser:
                     return False
         return True
 
+    def escapes(self, group: Group, readers: Set[Node]) -> bool:
+        """True if a result of the group is needed by others than its nodes and these readers."""
+        values = [v for n in group.forms for v in n.results]
+        inside = group.forms.keys() | readers
+        return not self.roots.isdisjoint(values) or any(self.readers.get(v, inside) - inside for v in values)
+
     def absorb(self, group: Group, node: Node, most: int | None = None) -> None:
         """Recompute, inside the reader, loop groups that only this node reads, at coordinates of its own; with
         `most`, pointwise ones of so many elements. An update in place reads nothing of the old state but in kernels that run
@@ -381,8 +387,6 @@ class _Fuser:
             other = self.group_of.get(base.node)
             if other is None or not self.may_join(other, group) or other.row_reductions():
                 continue
-            values = [v for n in other.forms for v in n.results]
-            read_elsewhere = any(r is not node and r not in other.forms for v in values for r in self.readers.get(v, ()))
             early = not other.forms.keys().isdisjoint(self.after.get(node, ()))
             bigger = node not in self.updated and math.prod(self.places.memory(node.results[0])) > 2 * base.shape.num_elements
             bigger |= node.op.kind is Kind.REDUCE and value.shape.num_elements > base.shape.num_elements  # windows that overlap
@@ -398,7 +402,7 @@ class _Fuser:
                 continue  # a copy in another order reads whole lines of memory in both directions, and no zeros between
             if node.op.kind is Kind.REDUCE and any(n.op.kind is Kind.REDUCE for n in other.forms):
                 continue  # the first, partial step of a reduction in two steps
-            if read_elsewhere or bigger or early or self.roots.intersection(values):
+            if bigger or early or self.escapes(other, {node}):
                 continue
             if self.evaluations(node, {*group.forms, *other.forms}) <= MAX_EVALUATIONS:
                 self.take_over(group, other, absorbed=set(other.forms))
@@ -419,10 +423,8 @@ class _Fuser:
                 continue
             if other.axis != len(other.dims) - 1:
                 continue
-            values = [v for n in other.forms for v in n.results]
             reads = [v for n in group.forms for v in n.inputs if self.producer(v) in (group, other)]
-            outside = {r for v in values for r in self.readers.get(v, ())} - other.forms.keys() - group.forms.keys()
-            if outside or self.roots.intersection(values) or not all(self.of_rows(v) for v in (*reads, *node.results)):
+            if self.escapes(other, group.forms.keys()) or not all(self.of_rows(v) for v in (*reads, *node.results)):
                 continue
             own = group.forms
             self.take_over(group, other, absorbed={*other.absorbed, *own} - {node})
@@ -442,10 +444,8 @@ class _Fuser:
             other = self.producer(value)
             if other is None or (side and (value in self.places.tiles or facts.group >= 0)) or not self.may_join(other, group):
                 continue
-            values = [v for n in other.forms for v in n.results]
-            others = {r for v in values for r in self.readers.get(v, ())} - other.forms.keys() - {node}
             both = any(self.producer(v) is other for v in node.inputs[:side] + node.inputs[side + 1 :])
-            if others or both or self.roots.intersection(values) or other.axis != len(other.dims) - 1:
+            if both or other.axis != len(other.dims) - 1 or self.escapes(other, {node}):
                 continue
             fits = computable(value, other.forms, self.places, walked, side)
             fits = fits and self.evaluations(node, {*other.forms}) <= MAX_EVALUATIONS
@@ -458,10 +458,8 @@ class _Fuser:
         other, base = self.producer(value), self.places.base(value)
         if other is None or not self.may_join(other, group) or not other.row_reductions() or other.axis != len(other.dims) - 1:
             return
-        values = [v for n in other.forms for v in n.results]
-        outside = {r for v in values for r in self.readers.get(v, ())} - other.forms.keys() - {node}
         early = not other.forms.keys().isdisjoint(self.after.get(node, ()))
-        if outside or early or self.roots.intersection(values) or base.shape.static != other.dims:
+        if early or base.shape.static != other.dims or self.escapes(other, {node}):
             return
         if row_axes(self.places, value, other.forms) is not None:
             self.take_operand(group, 1, other, base)

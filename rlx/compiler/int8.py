@@ -53,7 +53,7 @@ def in_int8(graph: Graph, compilation: Compilation, notes: list[NodeReport] | No
             if (pixels := whole_pixels(node, compilation, u8, node.inputs[0])) is not None:
                 note(node)
                 return (_of_pixels(pixels, *node.inputs[2:]),)
-        if node.op.kind is Kind.COMPOSITE and node.op.decompose and into_contractions(node) is not None:
+        if node.op.kind is Kind.COMPOSITE and node.op.decompose and into_contractions(node, compilation) is not None:
             return node.results if compilation.is_native(node) else expand(node, new)
         if node.op.kind is not Kind.CONTRACT or any(v.dtype != f32 for v in inputs) or compilation.is_static(inputs[0].node):
             return node.results

@@ -6,18 +6,16 @@ After these passes every shape is static, the target supports every dtype, and e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rlx.compiler.compilation import Compilation
+from rlx.compiler.compilation import Compilation, Decompositions
 from rlx.errors import CompileError, OptionError, UnboundDimError, Unsupported, known
 from rlx.ir.body import Body
-from rlx.ir.graph import CONSTANT, EXTENT, Extent, Graph, Node, Value, bound, keep
+from rlx.ir.graph import CONSTANT, EXTENT, INPUT, Extent, Graph, LeafAttrs, NewNode, Node, Value, between, bound, keep
 from rlx.ir.op import OPS, Attrs, Kind
 from rlx.ir.shape import Dim, Shape, contiguous_strides
 from rlx.ir.verify import where
-
-NewNode = Callable[[Node, tuple[Value, ...]], Sequence[Value]]
 
 # -- named dims ----------------------------------------------------------------------------------------------------
 
@@ -81,8 +79,7 @@ def _dim_names(x: Any) -> Iterable[str]:
     elif isinstance(x, Attrs):
         yield from _dim_names((*vars(x).values(),))
     elif isinstance(x, Body):
-        for node in x.nodes:
-            yield from _dim_names((node.attrs, node.shapes))
+        yield from _dim_names(tuple((node.attrs, node.shapes) for node in x.nodes))
 
 
 # -- composites ----------------------------------------------------------------------------------------------------
@@ -106,28 +103,24 @@ def legalise(graph: Graph, compilation: Compilation) -> Graph:
         split = target.splits.get(node.op.name) if splittable else None
         if split and (made := split(node)) is not None:
             return expand(node, new, made)
-        return expand(node, new) if how == "decomposed" else results
+        return expand(node, new, seen=compilation.decompositions) if how == "decomposed" else results
 
     for leaf in graph.leaves():
         new(leaf.node, ())
     return graph.rebuild(new)
 
 
-def expand(node: Node, new: NewNode, made: Any = None) -> tuple[Value, ...]:
+def expand(node: Node, new: NewNode, made: Any = None, seen: Decompositions | None = None) -> tuple[Value, ...]:
     """Results of a composite's decomposition, or of its replacement `made`, with every node passed through `new` as in
-    Graph.rebuild.
+    Graph.rebuild. `seen`: decompositions of earlier nodes, to be used again and added to.
 
     The nodes get the source line of the composite; the node of its result gets its name.
     """
-    if made is None:
-        assert node.op.decompose is not None
-        made = node.op.decompose(node.attrs, *node.inputs)
-    inside = Graph(node.op.name)
-    inside.inputs = [v for n in dict.fromkeys(v.node for v in node.inputs) for v in n.results]
-    inside.outputs = list(made) if isinstance(made, tuple) else [made]
-    found = tuple(v.shape for v in inside.outputs)
+    given, made = _decomposed(node, seen) if made is None else (node.inputs, made)
+    results = made if isinstance(made, tuple) else (made,)
+    found = tuple([v.shape for v in results])
     assert found == node.shapes, f"{node.op.name} is {node.shapes}, its decomposition gives {found}"
-    last = inside.outputs[0].node
+    last = results[0].node
 
     def labelled(inner: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         name = node.name if inner is last else inner.name
@@ -135,20 +128,33 @@ def expand(node: Node, new: NewNode, made: Any = None) -> tuple[Value, ...]:
             inner = Node(inner.op, inner.inputs, inner.attrs, inner.shapes, name, node.source)
         return new(inner, inputs)
 
-    return tuple(inside.rebuild(labelled).outputs)
+    return between(given, results, labelled, node.inputs)
 
 
-def into_contractions(node: Node) -> list[int] | None:
+def _decomposed(node: Node, seen: Decompositions | None) -> tuple[tuple[Value, ...], Value | tuple[Value, ...]]:
+    """Values in place of the operands, and the results that the op's decomposition gives for them. Nodes of the same op,
+    attributes and shapes, as in a network's layers, share them; a constant stands for itself, since its data may decide."""
+    assert node.op.decompose is not None
+    if seen is None:
+        return node.inputs, node.op.decompose(node.attrs, *node.inputs)
+    key = node.op, repr(node.attrs), *[id(v) if v.node.op is CONSTANT else v.shape for v in node.inputs]
+    if key not in seen:
+        given = [v if v.node.op is CONSTANT else Value(Node(INPUT, (), LeafAttrs(v.shape), (v.shape,))) for v in node.inputs]
+        seen[key] = tuple(given), node.op.decompose(node.attrs, *given)
+    return seen[key]
+
+
+def into_contractions(node: Node, compilation: Compilation) -> list[int] | None:
     """Operands of a composite that reach one of its contractions unchanged, moved or scaled; None: it has no contraction."""
-    contracted: list[Value] = []
+    contracted, seen = list[Value](), compilation.decompositions
 
     def visit(inner: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         if inner.op.kind is Kind.CONTRACT:
             contracted.extend(inputs)
         results = keep(inner, inputs)
-        return expand(results[0].node, visit) if inner.op.kind is Kind.COMPOSITE and inner.op.decompose else results
+        return expand(results[0].node, visit, seen=seen) if inner.op.kind is Kind.COMPOSITE and inner.op.decompose else results
 
-    expand(node, visit)
+    expand(node, visit, seen=seen)
     own, reached = set(node.inputs), set(contracted)
     for v in contracted:  # a worklist: it grows in the loop
         varying = [x for x in v.node.inputs if x.node.op is not CONSTANT]

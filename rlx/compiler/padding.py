@@ -19,7 +19,7 @@ from rlx.errors import CompileError
 from rlx.ir.carried import carried
 from rlx.ir.contexts import Made, PaddingPass
 from rlx.ir.dtype import DType
-from rlx.ir.graph import INPUT, Active, Extent, Graph, Node, Value, constant, keep
+from rlx.ir.graph import INPUT, Active, Extent, Graph, Node, Value, between, constant, keep
 from rlx.ir.op import Kind
 from rlx.ir.ops import valid_rows
 from rlx.ir.verify import where
@@ -161,9 +161,6 @@ class Padding(Rows, PaddingPass):
 
     def inside(self, node: Node, made: tuple[Value, ...]) -> Sequence[Value]:
         """The result of an op's `padded` function, with each of its nodes corrected."""
-        part = Graph(node.op.name)
-        part.inputs = [v for n in dict.fromkeys([*(v.node for v in node.inputs), self.extent.node]) for v in n.results]
-        part.outputs = list(made)
 
         def new(inner: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
             results = keep(inner, inputs)
@@ -171,7 +168,7 @@ class Padding(Rows, PaddingPass):
                 self.finals.add(results[0].node)
             return self.right(results[0].node)
 
-        return part.rebuild(new).outputs
+        return between((*node.inputs, self.extent), made, new)
 
     def core(self, node: Node) -> Sequence[Value]:
         """The results of a core op, with operands masked that it combines along an active axis."""

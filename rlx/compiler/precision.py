@@ -73,7 +73,7 @@ def precision(graph: Graph, compilation: Compilation, notes: list[NodeReport] | 
                 return keep(node, tuple(_narrowed(v, narrow, f32) if v.dtype == f32 else v for v in inputs))
             note(node, "narrowed", f"{narrow} operands and result, f32 accumulation")
             return _widened(_on(node, narrow, range(len(inputs))), node)
-        into = into_contractions(node) if node.op.kind is Kind.COMPOSITE and node.op.decompose else None
+        into = into_contractions(node, compilation) if node.op.kind is Kind.COMPOSITE and node.op.decompose else None
         if into is None:
             return results
         slim = _on(node, narrow, into)

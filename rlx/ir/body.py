@@ -14,7 +14,7 @@ import numpy as np
 
 from rlx.errors import GraphError
 from rlx.ir.attrs import Part
-from rlx.ir.building import Building, bound, keep, postorder
+from rlx.ir.building import Building, between, bound, keep, postorder
 from rlx.ir.node import CONSTANT, INPUT, TRACING, ConstantAttrs, LeafAttrs, Node, Value, constant
 from rlx.ir.op import Kind
 from rlx.ir.shape import Shape
@@ -86,11 +86,7 @@ class Body(Part):
 
     def inline(self, operands: Sequence[Value]) -> tuple[Value, ...]:
         """The results as values of these operands, in the graph that has them."""
-        done = dict(zip((v.node for v in self.inputs), ((v,) for v in operands), strict=True))
-        for node in self.nodes:
-            if node not in done:
-                done[node] = keep(node, tuple(done[v.node][v.index] for v in node.inputs))  # type: ignore[assignment]
-        return tuple(done[v.node][v.index] for v in self.outputs)
+        return between(self.inputs, self.outputs, keep, operands)
 
     def evaluate(self, arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """The results in numpy, by the references of the ops."""

@@ -15,6 +15,7 @@ from rlx.ir.node import (  # isort: skip
     CONSTANT, HANDLE, INPUT, PARAM, REPLACING, TRACING, LeafAttrs, Node, Value, apply, caller, constant, postorder, same_values,
 )  # fmt: skip
 
+NewNode = Callable[[Node, tuple[Value, ...]], Sequence[Value]]  # a node and its new inputs -> a Value for each result
 EXTENT = "%extent"  # name of the input that the compiler adds
 
 
@@ -184,30 +185,14 @@ class Building:
         """`nodes` are those of this graph in order, as the verifier found them."""
         self._walked = self.leaves() + self.roots(), nodes
 
-    def rebuild(self, new: Callable[[Node, tuple[Value, ...]], Sequence[Value]], name: str | None = None) -> Self:
+    def rebuild(self, new: NewNode, name: str | None = None) -> Self:
         """A new graph with every non-leaf node replaced by what `new(node, new inputs)` returns (one Value per result).
 
         Leaves are kept, in order. Return `keep(node, inputs)` for a node that stays. Nodes that `new` makes have the source line
         of the node they replace.
         """
-        done: dict[Value, Value] = {}  # without those that stay
-        leaves, outer = {v.node for v in self.leaves()}, REPLACING.source
-
-        def now(value: Value) -> Value:
-            return done.get(value, value)
-
-        try:
-            for node in self.nodes():
-                if node not in leaves:
-                    REPLACING.source = node.source or ""
-                    made = new(node, node.inputs if done.keys().isdisjoint(node.inputs) else tuple(map(now, node.inputs)))
-                    if len(made) != len(node.shapes):
-                        raise ValueError(f"{node!r} is replaced by {len(made)} values")
-                    if len(made) != 1 or made[0].node is not node:
-                        done.update(zip(node.results, made))
-        finally:
-            REPLACING.source = outer
-        out = self.copy(name)
+        leaves = {v.node for v in self.leaves()}
+        now, out = rebuilt((node for node in self.nodes() if node not in leaves), new, {}), self.copy(name)
         out.outputs, out.assigns = [now(v) for v in self.outputs], [(h, now(v)) for h, v in self.assigns]
         out.updates = [u.renamed(now) for u in self.updates]
         return out
@@ -221,6 +206,35 @@ class Building:
         out.updates, out.extent, out.weights = list(self.updates), self.extent, dict(self.weights)
         out._walked = self._walked
         return out
+
+
+def rebuilt(nodes: Iterable[Node], new: NewNode, done: dict[Value, Value]) -> Callable[[Value], Value]:
+    """Of a value, its replacement when each of `nodes` (operands before users) is replaced as in Building.rebuild. `done`: the
+    replacements of other values; those that stay need none."""
+    outer = REPLACING.source
+
+    def now(value: Value) -> Value:
+        return done.get(value, value)
+
+    try:
+        for node in nodes:
+            REPLACING.source = node.source or ""
+            made = new(node, node.inputs if done.keys().isdisjoint(node.inputs) else tuple(map(now, node.inputs)))
+            if len(made) != len(node.shapes):
+                raise ValueError(f"{node!r} is replaced by {len(made)} values")
+            if len(made) != 1 or made[0].node is not node:
+                done.update(zip(node.results, made))
+    finally:
+        REPLACING.source = outer
+    return now
+
+
+def between(given: Sequence[Value], results: Sequence[Value], new: NewNode, operands: Sequence[Value] = ()) -> tuple[Value, ...]:
+    """`results` with the nodes between the values `given` and them replaced as in Building.rebuild, and with `operands`, if there
+    are any, in place of `given`."""
+    outside = {v.node: None for v in given}
+    inside = postorder(results, outside)[0][len(outside) :]
+    return tuple(map(rebuilt(inside, new, {a: b for a, b in zip(given, operands or given, strict=True) if a is not b}), results))
 
 
 def keep(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:

@@ -104,14 +104,11 @@ def arithmetic(kernel: Kernel) -> str:
 
 def program_work(program: Program) -> ProgramWork:
     """The cost of one run: its steps and the commit."""
-    known: dict[Kernel, tuple[Mapping[Buffer, Touched], int | None]] = {}
     rows, needed = [], dict[tuple[int, str], int]()
     outer = {b.id for b in program.buffers if b.region not in (Region.ARENA, Region.OUTPUT)}
     kept = {b.id for b in program.buffers if b.region in (Region.OUTPUT, Region.HANDLE)}
     for step in (*program.steps, *program.commit):
-        if step.kernel not in known:
-            known[step.kernel] = touched(step.kernel), flops(step.kernel)
-        found, operations = known[step.kernel]
+        found, operations = touched(step.kernel), flops(step.kernel)
         read = written = least = 0
         for arg, b in zip(step.args, step.kernel.buffers):
             t, size = found.get(b, Touched()), b.dtype.itemsize
@@ -139,6 +136,7 @@ def _flow_work(program: Program, flow: FlowAttrs) -> tuple[int, int, int | None]
     return read, written, max(sums) * times if known and len(sums) == len(inner) else None
 
 
+@K.kept
 def touched(kernel: Kernel) -> dict[Buffer, Touched]:
     """Elements that the kernel reads and writes, per buffer."""
     found: dict[tuple[Buffer, bool, int], dict[int, int]] = {}  # (buffer, whether written, pass) -> elements by index
@@ -180,6 +178,7 @@ def _whole(s: Stmt, grid: Mapping[Var, int]) -> Iterator[tuple[Buffer, bool, int
             yield v.buffer, v in s.outputs, math.prod(d for d, stride in zip(v.dims, v.strides) if stride)
 
 
+@K.kept
 def flops(kernel: Kernel) -> int | None:
     """Float operations of all grid points; None if a Native does not declare its FLOPs."""
     counts = [_flops(kernel.body)] if not any(isinstance(s, K.Native) for s in kernel.body) else []

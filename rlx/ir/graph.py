@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlx.ir.building import EXTENT, Active, Building, Extent, bound, keep, postorder
+from rlx.ir.building import EXTENT, Active, Building, Extent, NewNode, between, bound, keep, postorder
 from rlx.ir.node import CONSTANT, HANDLE, INPUT, PARAM, ConstantAttrs, LeafAttrs, Node, Value, apply, constant, same_values
 from rlx.ir.shown import Shown, counted, some
 from rlx.ir.text import fingerprint, parse_into, print_graph
@@ -44,5 +44,5 @@ def parse_graph(text: str) -> Graph:
 
 __all__ = [
     "CONSTANT", "EXTENT", "HANDLE", "INPUT", "PARAM", "Active", "Building", "ConstantAttrs", "Extent", "Graph", "LeafAttrs",
-    "Node", "Value", "apply", "bound", "constant", "keep", "parse_graph", "postorder", "same_values",
+    "NewNode", "Node", "Value", "apply", "between", "bound", "constant", "keep", "parse_graph", "postorder", "same_values",
 ]  # fmt: skip
