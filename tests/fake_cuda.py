@@ -15,6 +15,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import IntEnum
 from functools import lru_cache
 from types import ModuleType, SimpleNamespace
@@ -29,8 +30,11 @@ from rlx.backends.cuda.code import CudaCode, Kernels
 from rlx.backends.cuda.render import may_fail
 from rlx.backends.cuda.segments import of_groups
 from rlx.backends.ref.interpret import run_kernel
+from rlx.backends.shared.packed import panel
 from rlx.driver.memory import MEMORIES
-from rlx.ir.kernel import Contract, Kernel, Operand
+from rlx.ir.blocks import Panel
+from rlx.ir.dtype import f32
+from rlx.ir.kernel import Buffer, Contract, Kernel, Load, Operand, Store, Var, k
 
 Status = IntEnum("Status", {
     "CUDA_SUCCESS": 0, "CUDA_ERROR_INVALID_VALUE": 1, "CUDA_ERROR_OUT_OF_MEMORY": 2, "CUDA_ERROR_NO_DEVICE": 100,
@@ -267,6 +271,9 @@ class FakeDriver:
         running, self._running = self._running, True
         try:
             self._queued[stream].popleft()()
+        except BaseException:  # what is behind it would run on memory that its error frees
+            self._queued.clear()
+            raise
         finally:
             self._running = running
 
@@ -406,7 +413,7 @@ class FakeDriver:
             of = words(slots, groups, np.int32)
             arrays[at] = np.concatenate([there[e] if slot < 0 else held[slot] for e, slot in enumerate(of)])
         more = more[2 * of_groups(kernel) :]
-        if (code := run_kernel(kernel, arrays)) and more[0]:
+        if (code := run_kernel(*in_numbers(kernel, arrays))) and more[0]:
             words(more[0], 1, np.int32)[0] = code
             flag = words(int(words(more[0] + 8, 1)[0]), 1, np.int32)
             flag[0] = flag[0] or 1
@@ -451,6 +458,36 @@ class FakeDriver:
 
 
 fails = lru_cache(1024)(may_fail)  # asked again at every launch
+
+
+def in_numbers(kernel: Kernel, arrays: list[np.ndarray]) -> tuple[Kernel, list[np.ndarray]]:
+    """The kernel with its weights in panels of quantised blocks decoded to f32: the interpreter multiplies numbers only."""
+    body, buffers = list(kernel.body), list(kernel.buffers)
+    for at, s in enumerate(body):
+        if isinstance(s, Contract) and isinstance(s.b, Operand) and s.b.blocks:
+            p, panels = panel(s.b.blocks), s.b.buffer
+            row_bytes = s.k // p.plain.block * p.packed.nbytes  # of a whole panel
+            group = -(-s.width // p.rows) * row_bytes
+            numbers = Buffer("numbers", f32, panels.size // group * s.width * s.k, True)
+            decode = decoding(p, panels, numbers, (panels.size // group, s.width, s.k), group, row_bytes)
+            decoded = np.empty(numbers.size, np.float32)
+            run_kernel(decode, [arrays[buffers.index(panels)], decoded])
+            offset = k.mul(k.div(s.b.offset, group), s.width * s.k)
+            body[at] = replace(s, b=Operand(numbers, offset, row_stride=1, col_stride=s.k))
+            buffers, arrays = [*buffers, numbers], [*arrays, decoded]
+    return replace(kernel, body=tuple(body), buffers=tuple(buffers)), arrays
+
+
+@lru_cache(1024)
+def decoding(
+    p: Panel, panels: Buffer, numbers: Buffer, dims: tuple[int, int, int], group_bytes: int, row_bytes: int
+) -> Kernel:
+    """numbers[group, row, column], of panels; `row_bytes`: of a panel."""
+    at = group, row, column = Var("group"), Var("row"), Var("column")
+    start = k.add(k.mul(group, group_bytes), k.mul(k.div(row, p.rows), row_bytes))
+    value = p.packed.element(column, lambda byte: Load(panels, k.add(start, byte)), k.rem(row, p.rows))
+    to = k.add(k.mul(k.add(k.mul(group, dims[1]), row), dims[2]), column)
+    return Kernel("decode", (panels, numbers), (), tuple(zip(at, dims)), (Store(numbers, to, value),))
 
 
 def experts_of(kernel: Kernel) -> int:

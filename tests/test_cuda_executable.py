@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import device_conformance as conformance
+import expert_graphs
 import numpy as np
 import pytest
 from fake_cuda import FakeDriver, Status, installed, words
@@ -38,6 +39,9 @@ from rlx.errors import (
 )
 from rlx.explain.page import report_in
 from rlx.host import disk
+from rlx.ir.blocks import FORMATS
+from rlx.ir.evaluate import evaluate
+from rlx.ir.ops.quant import random_weights
 
 F = np.float32
 
@@ -66,6 +70,29 @@ def test_all_kernels_divide_a_multiprocessor_alike_where_blocks_share_it(shared:
     made.load(replace(artifact, coded={**artifact.coded, "steps": steps}))
     carved = {name for name, what in driver.attributes if what.endswith("CARVEOUT")}
     assert carved == ({*backend.SUPPORT, *(code.name for code in steps)} if shared else set())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_weights_in_panels_of_quantised_blocks_are_decoded(form: str, driver: FakeDriver) -> None:
+    """By the fake driver, run after run; joined ones, and those of groups, too."""
+    g = rlx.Graph("product")
+    x = g.input("x", (3, 256), "f32")
+    left, right = (g.param(name, (40, FORMATS[form].row_bytes(256)), "u8") for name in ("left", "right"))
+    y = rlx.silu(rlx.dequant_matmul(x, left, format=form)) * rlx.dequant_matmul(x, right, format=form)
+    grouped = expert_graphs.block(g, x, "layer", 4, 2, 256, "f32", form)
+    g.set_outputs([y, grouped])
+    params, rng = expert_graphs.data(g), np.random.default_rng(1)
+    for weights in (w for w in params.values() if w.dtype == np.uint8):
+        random_weights(FORMATS[form])(rng, [weights, weights])
+    given = rng.standard_normal((3, 256)).astype(F)
+    want = evaluate(g, {"x": given}, params)[0]
+    compiled = rlx.Session("cuda").compile(g)
+    compiled.set_params(params)
+    found = [compiled.run({"x": given}) for _ in range(3)]
+    for run in found:
+        for a, b, wanted in zip(run, found[0], want, strict=True):
+            np.testing.assert_allclose(a, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+            assert a.tobytes() == b.tobytes()
 
 
 def picker(store: rlx.runtime.HandleStore | None = None) -> rlx.CompiledGraph:
@@ -521,7 +548,7 @@ def test_outputs_are_shared_where_they_lie(driver: FakeDriver) -> None:
     assert np.from_dlpack(plain.outputs_view()[0])[3] == 2 and not hasattr(plain.outputs_view()[0], "__cuda_array_interface__")
 
 
-@pytest.mark.parametrize("dtype", rlx.ir.dtype.DTYPES)
+@pytest.mark.parametrize("dtype", rlx.DTYPES)
 @pytest.mark.parametrize("shape", [(), (3, 4), (0, 5), (1, 2, 1)], ids=str)
 def test_a_capsule_says_what_it_holds(dtype: str, shape: tuple[int, ...]) -> None:
     given = DeviceArray(4096, shape, rlx.ir.as_dtype(dtype).numpy, None)
