@@ -145,7 +145,7 @@ class Emitter:
 
     def external(self, name: str, returns: str, *args: V) -> V:
         """A call of a symbol from outside this module."""
-        self.declare(f"declare {returns} @{name}({', '.join(a.ty for a in args)})")
+        self.declare(f"declare {returns} @{name}({', '.join([a.ty for a in args])})")
         return self.call(name, returns, *args)
 
     def call(self, callee: str | V, returns: str, *args: V) -> V:
@@ -170,7 +170,7 @@ class Emitter:
 
     def shuffle(self, a: V, picks: Sequence[int], b: V | None = None) -> V:
         """Select lanes of the concatenation of `a` and `b` (default: zeros) by index."""
-        indices = ", ".join(f"i32 {i}" for i in picks)
+        indices = ", ".join([f"i32 {i}" for i in picks])
         other = b or V("zeroinitializer", a.ty)
         return self.op(f"<{len(picks)} x {a.scalar}>", f"shufflevector {a}, {other}, <{len(picks)} x i32> <{indices}>")
 
@@ -287,7 +287,7 @@ class Emitter:
 
 
 def _phi(*ways: tuple[V, str]) -> str:
-    return f"phi {ways[0][0].ty} " + ", ".join(f"[{v.text}, %{block}]" for v, block in ways)
+    return f"phi {ways[0][0].ty} " + ", ".join([f"[{v.text}, %{block}]" for v, block in ways])
 
 
 class Loop:

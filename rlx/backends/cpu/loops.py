@@ -10,12 +10,12 @@ from rlx.backends.cpu.abi import LINE
 from rlx.backends.cpu.half import in_half
 from rlx.backends.cpu.index_split import parts
 from rlx.backends.cpu.scope import Scope, access, address, check, expr, value_to_store
-from rlx.backends.shared.nest import distinct, nested, operands, stores
+from rlx.backends.shared.nest import nested, operands, stores
 from rlx.errors import CompileError
 from rlx.host import alu
 from rlx.host.emit import V, vector
 from rlx.ir.dtype import f16, i64, index_
-from rlx.ir.kernel import Alu, Check, Const, Expr, Let, Load, Loop, Stmt, Store, Var, coefficient, expressions
+from rlx.ir.kernel import Alu, Check, Const, Expr, Let, Load, Loop, Stmt, Store, Var, coefficient, expressions, walk
 
 MAX_LANES = 16
 TASKS_PER_THREAD = 6  # of a kernel, at most; several, so that a preempted thread does not hold up the others
@@ -94,7 +94,7 @@ def weight(stmts: Iterable[Stmt]) -> int:
     """Cost of the distinct operations and loads in the statements, in additions; a loop counts with all its iterations."""
     stmts = tuple(stmts)
     flat = [s for s in stmts if not isinstance(s, Loop)]
-    total = sum(map(_weight_of, distinct(expressions(flat)))) + sum(isinstance(s, Store) for s in flat)
+    total = sum(map(_weight_of, walk((*expressions(flat),)))) + sum(isinstance(s, Store) for s in flat)
     for s in stmts:
         if isinstance(s, Loop):
             ends = [Let(r.result, r.value) for r in s.reduces] + [Let(c.var, c.next) for c in s.carries]
@@ -102,7 +102,7 @@ def weight(stmts: Iterable[Stmt]) -> int:
     return total
 
 
-def _weight_of(node: Expr) -> int:
+def _weight_of(node: object) -> int:
     if isinstance(node, Alu):
         return 0 if node.dtype in (index_, i64) else WEIGHTS.get(node.op, 1)  # i64: mostly index arithmetic
     return int(isinstance(node, Load))
@@ -128,7 +128,7 @@ def prefers_inner(loop: Loop) -> bool:
 def contiguity(loop: Loop, var: Var) -> int:
     """Number of accesses in the loop that are contiguous in `var` minus the number of strided and scattered ones."""
     indices = [s.index for s in stores([loop])]
-    indices += [node.index for node in distinct(expressions([loop])) if isinstance(node, Load)]
+    indices += [node.index for node in walk((*expressions([loop]),)) if isinstance(node, Load)]
     steps = [coefficient(index, var) for index in indices]
     return sum(0 if step == 0 else 1 if step in (1, -1) else -1 for step in steps)
 
@@ -140,7 +140,7 @@ def _totals(loop: Loop) -> list[Expr]:
 
 def lanes_of(loop: Loop, vector_bytes: int) -> int:
     """Lanes that fill a register with the widest type that the loop computes or stores; a power of two, at most 16."""
-    dtypes = [node.dtype for node in distinct(expressions([loop])) if node.dtype.is_float]
+    dtypes = [x.dtype for x in walk((*expressions([loop]),)) if isinstance(x, Expr) and x.dtype.is_float]
     dtypes += [s.buffer.dtype for s in stores([loop])] + [x.dtype for x in _totals(loop)]
     lanes = min(MAX_LANES, vector_bytes // max((d.compute.itemsize for d in dtypes), default=1))
     while lanes >= 2 * loop.extent:

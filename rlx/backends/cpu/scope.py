@@ -114,7 +114,7 @@ class Scope:
 
     def names_in(self, e: Expr) -> Names:
         """The variables in `e`, and the buffers it loads."""
-        for node in postorder(e, self.names):
+        for node in postorder(e, self.names) if id(e) not in self.names else ():  # at each level of a nest
             own = [node] if isinstance(node, Var) else [node.buffer] if isinstance(node, Load) else []
             self.alive.append(node)
             self.names[id(node)] = frozenset(own).union(*(self.names[id(c)] for c in operands(node)))
@@ -130,7 +130,7 @@ def expr(e: Expr, scope: Scope) -> V:
     def below(node: Expr) -> tuple[Expr, ...]:
         return node.args if isinstance(node, Alu) and not scope.spreads(node) else ()
 
-    for node in postorder(e, scope.memo, below):
+    for node in postorder(e, scope.memo, below) if id(e) not in scope.memo else ():
         scope.alive.append(node)
         scope.memo[id(node)] = _value(node, scope)
     return scope.memo[id(e)]
