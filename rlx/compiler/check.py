@@ -166,7 +166,7 @@ def _is_contiguous(op: K.Native) -> bool:
 # -- replay --------------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class _Replay:
     """The owner of each arena byte while the steps run. The boundaries of all buffers divide the arena into segments."""
 

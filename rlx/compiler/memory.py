@@ -39,7 +39,7 @@ class Lifetime:
         return self.first <= other.last and other.first <= self.last
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class _Slot:
     """Buffers that share one slot in succession, each written in place over the previous one."""
 

@@ -40,7 +40,7 @@ class Foreign(Exception):
     """An object that only LLVM's linker can load."""
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class _Object:
     """`at`: section index -> offset in the image."""
 

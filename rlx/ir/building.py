@@ -107,10 +107,9 @@ class Building:
 
     def _add(self, group: list[Value], op: OpDef, name: str, shape: Shape) -> Value:
         name = utf8(f"{self.name}: an {op.name}'s name must be a non-empty string", name, GraphError, least=1)
-        for other in self.leaves():
-            if other.name == name:
-                found = f"the {other.node.op.name} {name!r} ({other.shape})"
-                raise DuplicateNameError(f"graph {self.name!r} already has {found}; names are unique")
+        for other in [leaf for leaf in self.leaves() if leaf.node.name == name]:
+            found = f"the {other.node.op.name} {name!r} ({other.shape})"
+            raise DuplicateNameError(f"graph {self.name!r} already has {found}; names are unique")
         value = Value(Node(op, (), LeafAttrs(shape), (shape,), name, caller()))
         group.append(value)
         return value

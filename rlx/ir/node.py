@@ -101,7 +101,7 @@ def _unpickled(
 _making = Lock()  # two threads may ask for the same result at the same time
 
 
-@dataclass(frozen=True, eq=False, init=False, slots=True, weakref_slot=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False, slots=True, weakref_slot=True)
 class Value(Methods):
     """One result of a node, and an operand for other ops. There is one object per result, so `is` compares identity."""
 

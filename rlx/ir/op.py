@@ -7,7 +7,6 @@ declares its decomposition into smaller ops (`decompose`). The numpy `reference`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
 from inspect import CO_VARARGS
@@ -146,7 +145,7 @@ class Contraction:
     group: int = -1
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@record(eq=False, repr=False)
 class OpDef:
     """The declaration of one op."""
 

@@ -21,7 +21,7 @@ from rlx.ir.dtype import DType, as_dtype
 from rlx.records import record
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(init=False, repr=False, frozen=True, order=True)
 class Dim:
     """A named dim: `factor` times the product of `names` (sorted). `Dim("n")` is the symbol n."""
 
