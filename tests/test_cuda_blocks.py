@@ -64,6 +64,23 @@ def test_one_row_is_multiplied_as_digits_of_integers(form):
         assert isinstance(at, BlocksLaunch) and not at.digits
 
 
+def test_one_row_is_loaded_once_and_in_front_of_most_weights():
+    (kernel,) = kernels(product("q4_k", 1, 8448, 4096, norm=True))
+    at = launch_of(kernel)
+    assert isinstance(at, BlocksLaunch) and at.digits and at.shares == 1 and at.slots > 1
+    text = text_of(at, "kernel")
+    body = text[text.rindex('extern "C"') :]
+    paced, waits = body.index("if (!rlx_ring_paced(filled + ahead - 1, waited)) break;"), body.index("if (early) rlx_begin();")
+    row, rest = body.rindex("rlx_fetch<8>("), body.index(f"ahead < {at.slots}; ahead++) fetch(begin + ahead);")
+    assert paced < waits < body.index("*waited = 1;") < row < rest < body.index("rlx_reduce<")
+    assert body.count("rlx_fetch<") == 2  # the row and the weights of its norm, once each
+    (kernel,) = kernels(product("q4_k", 1, 1024, 4096, norm=True))
+    at = launch_of(kernel)
+    assert isinstance(at, BlocksLaunch) and at.shares > 1
+    text = text_of(at, "kernel")  # a block loads its part of the row, but squares all of it
+    assert "rlx_fetch<4>(" in text[text.rindex('extern "C"') :] and cubin(text, "sm_90a") and cubin(text, "sm_80")
+
+
 def test_several_blocks_share_a_long_sum():
     (kernel,) = kernels(product("q4_k", 1, 1024, 14336, "bf16"))
     at = launch_of(kernel)

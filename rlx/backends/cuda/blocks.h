@@ -115,6 +115,14 @@ template <int TILES> RLX_FN void rlx_multiply_turn(
    An element of the left operand is a multiple X of a power of two, that of 256 elements, with |X| < 2^22, and X three signed digits to
    the base 256: three of the four columns of a unit, which is what has a scale of its own. The columns of the product are those of two units, with
    zeros in the other's turns, so that the sums of both are scaled at once. */
+/* For a warp: waits until a slot has been filled for the first time. False, at once, when earlier kernels have ended. */
+RLX_FN bool rlx_ring_paced(uint64_t* filled, volatile int* waited) {
+  int landed = 0;
+  while (!landed && !*waited)
+    asm volatile("{ .reg .pred done; mbarrier.test_wait.parity.shared.b64 done, [%1], 0; selp.s32 %0, 1, 0, done; }"
+      : "=r"(landed) : "r"(rlx_ring_at(filled)) : "memory");
+  return __shfl_sync(0xffffffffu, landed, 0);
+}
 RLX_FN void rlx_multiply_bytes(int (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint2 b) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
     : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
@@ -201,8 +209,9 @@ RLX_FN float rlx_digits_8(unsigned char* to, int pitch, float* total, const floa
   float most = 0, inverse;
   #pragma unroll
   for (int e = 0; e < 8; e++) most = rlx_max_f32(most, fabsf(x[e]));
-  for (int by = 16; by > 0; by /= 2) most = rlx_max_f32(most, rlx_from(most, 32, by));
-  const float unit = rlx_unit(most, inverse);
+  uint32_t bits; /* of numbers that are not negative: they have the numbers' order, with NaN behind all */
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(bits) : "r"(__float_as_uint(most)));
+  const float unit = rlx_unit(__uint_as_float(bits), inverse);
   uint32_t all = 0, digits[3][2];
   #pragma unroll
   for (int half = 0; half < 2; half++) {

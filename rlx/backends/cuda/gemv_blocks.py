@@ -3,7 +3,9 @@
 A block takes panels of 32 columns, one after the other, for some rows. Its warps share the summed axis. So do several blocks, if
 panels are few and long: they tell one of them their sums in words of global memory, and it adds them in a fixed order. A block
 has a ring of stages: a bulk copy brings the pieces of several warps, ahead of their use, also before earlier kernels have ended,
-and from one panel to the next; the last warp that has used a stage starts the next copy to it.
+and from one panel to the next; the last warp that has used a stage starts the next copy to it. For one row a block has one copy
+in flight until earlier kernels have ended, and the others follow the loads of the row: these, and all that the earlier kernels
+still load and store, would wait behind more.
 
 Weights become bf16 without rounding: they are integers of at most 8 bits, those of fewer bits with 128 added, whose products with
 sums of the left operand are then subtracted. The left operand lies in shared memory as bf16 numbers that add up to it exactly,
@@ -86,8 +88,8 @@ class BlocksLaunch(Launch):
 
     @property
     def first_slots(self) -> int:
-        """Stages that are copied before the left operand is there."""
-        return min(self.slots, max(1, EARLY_BYTES // self.stage))
+        """Stages that may be copied before the left operand is there."""
+        return self.slots if self.digits else min(self.slots, max(1, EARLY_BYTES // self.stage))
 
     @property
     def stages(self) -> int:
@@ -191,7 +193,7 @@ class BlocksLaunch(Launch):
     @property
     def bytes(self) -> int:
         """The left operand, sums of each warp, those of a panel and the one before it, the ring, its barriers and counters."""
-        return self.ring_at + self.slots * (self.slot + 16) + LINES_AT * self.plain
+        return self.ring_at + self.slots * (self.slot + 16) + 16 * self.digits + LINES_AT * self.plain
 
     @property
     def ring_at(self) -> int:

@@ -8,12 +8,12 @@ from rlx.backends.cuda.ahead import AheadWriter
 from rlx.backends.cuda.blocks import FOLDER, turn_of
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.gemv_blocks import LINE, LINES_AT, RUN, SCALED, UNROLLED, ZEROS, BlocksLaunch, weights
-from rlx.backends.cuda.rows import Key, key_of
+from rlx.backends.cuda.rows import Key, Row, key_of
 from rlx.backends.cuda.schedule import COPIED
 from rlx.backends.cuda.vectors import loads
 from rlx.backends.shared.packed import PANEL, STEP
 from rlx.ir.dtype import f16, f32, index_
-from rlx.ir.kernel import Computed, Contract, Expr, Load, Stmt, Var, const, k, walk
+from rlx.ir.kernel import Computed, Contract, Expr, Let, Load, Loop, Stmt, Var, const, k, walk
 
 FETCHED = 64  # elements that a thread loads before it uses the first
 
@@ -60,6 +60,8 @@ class BlocksWriter(AheadWriter):
         self.line(f"unsigned char* const ring = rlx_shared + {at.ring_at}{pad};")
         self.line(f"uint64_t* const filled = (uint64_t*)(ring + {at.slots * at.slot});")
         self.line(f"uint64_t* const used = filled + {at.slots};")
+        if at.digits:
+            self.line(f"volatile int* const waited = (int*)(used + {at.slots});  // 1: earlier kernels have ended")
 
     def begin(self) -> None:
         """The first copies may be in flight before earlier kernels have ended."""
@@ -68,7 +70,8 @@ class BlocksWriter(AheadWriter):
         if not at.plain:
             start = f"{self.names[self.weights.buffer]} + {self.value(self.weights.offset)}"
             self.line(f"const unsigned char* const weights = {start};")
-        self.line(f"const int stages = (last - first + {at.whole - 1}) / {at.whole};  // of a panel")
+        stages = at.stages if turns == at.shares * at.turns else f"(last - first + {at.whole - 1}) / {at.whole}"
+        self.line(f"const int stages = {stages};  // of a panel")
         for name, of in (("begin", "slot"), ("end", "slot + 1")):
             count = "stages" if at.both == 1 else "2 * stages"
             self.line(f"const int {name} = ({of}) * {at.panels} / {at.each} * {count};")
@@ -76,18 +79,30 @@ class BlocksWriter(AheadWriter):
             self.fetch(turns)
         self.lines[-1] += ";"
         self.line(f"if (warp == 0) rlx_ring_begin(filled, {at.slots}, {at.warps // at.teams}, lane);")
+        if at.digits:
+            self.line("if (me == 0) *waited = !early;")
+            self.line("__syncthreads();")
         self.line("if (!early) rlx_begin();")
-        self.line("#pragma unroll 1")
-        self.line(f"for (int place = 0; warp == 0 && place < {at.first_slots}; place++) fetch(begin + place);")
+        self.line("int ahead = 0;  // stages that the first warp has asked for")
+        with self.scope(["#pragma unroll 1", f"while (warp == 0 && ahead < {at.first_slots}) {{"]):
+            self.line("fetch(begin + ahead++);")
+            if at.digits:
+                self.line("if (!rlx_ring_paced(filled + ahead - 1, waited)) break;")
         self.line("if (early) rlx_begin();")
+        if at.digits:
+            self.line("if (warp == 1) *waited = 1;")
         with self.scope(["const auto leave = [&]() {  // copies end before the block does"]):
             self.line("__syncthreads();")
-            self.line(f"for (int place = 0; place < {at.first_slots} && begin + place < end; place++)")
-            self.line("  rlx_ring_await(filled + place, 0);")
+            self.line("for (int place = 0; place < ahead && begin + place < end; place++) rlx_ring_await(filled + place, 0);")
         self.lines[-1] += ";"
         with self.scope(["if (rlx_halted(halt)) {"]):
             self.line("leave();")
             self.line("return;")
+
+    def fetch_rest(self) -> None:
+        """Starts the copies for which the ring has room."""
+        self.line("#pragma unroll 1")
+        self.line(f"for (; warp == 0 && ahead < {self.launch.slots}; ahead++) fetch(begin + ahead);")
 
     def fetch(self, turns: int) -> None:
         at, inner = self.launch, self.launch.inner
@@ -127,8 +142,8 @@ class BlocksWriter(AheadWriter):
         self.line(f"if (me < {ZEROS // 4}) ((uint32_t*)zeros)[me] = 0;")
         self.line("__syncthreads();")
         with self.alone():
-            self.line("#pragma unroll 1")
-            self.line(f"for (int place = {at.first_slots}; warp == 0 && place < {at.slots}; place++) fetch(begin + place);")
+            if not at.digits:
+                self.fetch_rest()
             self.line(f"const int within = warp % {at.warps // at.teams} * {at.at_once};  // turns of a stage before the warp's")
             if not at.plain:
                 self.line(f"const unsigned char* const own = ring + within / {at.inner} * {at.panel.packed.nbytes};")
@@ -194,7 +209,11 @@ class BlocksWriter(AheadWriter):
             column, body, value = c.a.column, tuple(c.a.body), k.cast(k.cast(c.a.value, c.a.dtype), f32)
             self.alive.append(value)
             fetched = self.fetched_ahead(c, head)
+            self.fetch_rest()  # behind the loads, which would wait for the copies
+            if fetched and (row := self.own_row(c.a.before)):
+                self.registers, self.loaded, self.row = fetched, set(fetched), row
             self.block(c.a.before)
+            self.row = None
         else:
             index = k.add(c.a.offset, k.add(k.mul(row, const(c.a.row_stride)), k.mul(column, const(c.a.col_stride))))
             value = k.cast(Load(c.a.buffer, index), f32)
@@ -206,12 +225,20 @@ class BlocksWriter(AheadWriter):
             self.line(f"const rlx_index {name}_0 = first * {STEP} + (me + q * {at.threads}) * {RUN};")
             with self.scope([f"if ({name}_0 < last * {STEP}) {{"]):
                 self.in_vectors(body, [value], column, RUN, f"{name}_0", lambda v: self.line(f"run[q][v] = {v[0]};"))
+        if not isinstance(c.a, Computed):
+            self.fetch_rest()
         with self.scope(head):
             self.line(f"const int n = me + q * {at.threads};")
             self.line(f"if (n >= {at.scales * 32}) continue;")
             total = f"totals + n / {4 // at.groups}"
             self.line(f"const float unit = rlx_digits_8(rlx_x + n * {RUN}, {at.pitch}, {total}, run[q], lane);")
             self.line("if (lane == 0) units[n / 32] = unit;")
+
+    def own_row(self, before: tuple[Stmt, ...]) -> Row | None:
+        """How threads have the row, if loops over it may read the elements that they have already loaded."""
+        at, c, loops = self.launch, self.contract, [s for s in before if isinstance(s, Loop)]
+        flat = all(s.vector and not s.carries and s.extent == c.k and all(isinstance(x, Let) for x in s.body) for s in loops)
+        return Row(c.k, RUN, at.runs, frozenset(), frozenset()) if flat and at.shares == 1 and not self.kernel.locals else None
 
     def fetched_ahead(self, c: Contract, head: list[str]) -> dict[Key, str]:
         """Arrays of what a thread loads to compute its elements, in front of the sums that they wait for."""
