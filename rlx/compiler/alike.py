@@ -77,9 +77,10 @@ class _Description:
         base, layout = self.places.locate(value) if tiles is None else (self.places.base(value), None)
         memory = facts.memory(base)
         place = self.memory.setdefault(memory, len(self.memory))
-        about = [value.index, value.shape, tiles, layout, place, memory is value, facts.active.get(value), self.text(node)]
-        about += [base.shape, self.places.memory(memory), memory.shape, self.places.is_alias(node), self.members.get(node)]
-        about.append(self.places.finer.get(value))  # the layout has strides of these dims
+        about = [value.index, value.dims, value.dtype, tiles, layout and (layout.strides, layout.offset), place, memory is value]
+        about += [base.dims, base.dtype, memory.dims, memory.dtype, self.places.memory(memory), self.text(node)]
+        # finer: the layout has strides of these dims
+        about += [facts.active.get(value), self.places.is_alias(node), self.members.get(node), self.places.finer.get(value)]
         if node not in self.members and node.op.kind is Kind.VIEW:  # its elements may be computed on the way
             about += [self.value(v) for v in node.inputs]
         self.parts.append((number, *about))

@@ -223,9 +223,8 @@ def fold_constants(node: Node) -> Value | None:
     """An op on constants only is replaced by the result of its reference. Ops without operands are not folded (computing an
     iota is cheaper than reading it), nor are ops that make a large constant from small ones."""
     data = [attrs.data for x in node.inputs if isinstance(attrs := x.node.attrs, ConstantAttrs)]
-    if not data or len(data) < len(node.inputs) or not node.op.ahead:
-        return None
-    if not node.shapes[0].is_static or node.shapes[0].dtype == c64:  # a result keeps its pairs
+    known = len(data) == len(node.inputs) > 0 and node.op.ahead and node.shapes[0].is_static
+    if not known or node.shapes[0].dtype == c64:  # a result keeps its pairs
         return None
     if node.shapes[0].size_bytes > max(FOLD_BYTES, sum(d.nbytes for d in data)):
         return None

@@ -70,12 +70,13 @@ def _check_updates(program: Program, bad: list[str]) -> None:
     that an earlier step saved."""
     handles, committed = set(program.handles), {id for s in program.commit for id in s.writes}
     undo = {id: (at, step) for at, step in program.abort for id in step.writes}
+    written = [id for step in program.steps for id in step.writes]
     for i, step in enumerate(program.steps):
         for id in sorted(step.writes & handles):
             saved, back = undo.get(id, (i, step))
             if saved >= i or not program.steps[saved].writes & back.reads:
                 bad.append(f"steps[{i}] {step.kernel.name}: writes %{id} in place, and no abort step can restore it")
-            if id in committed or sum(id in s.writes for s in program.steps) > 1:
+            if id in committed or written.count(id) > 1:
                 bad.append(f"steps[{i}] {step.kernel.name}: writes %{id}, which another step writes too")
 
 

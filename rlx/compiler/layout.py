@@ -63,6 +63,8 @@ class Places:
         return node.op.kind is Kind.VIEW and node not in self.computed
 
     def base(self, value: Value) -> Value:
+        if (found := self._memo.get(value)) is not None:
+            return found[0]
         while value in self.tiles and value.node.op.tiled is None:
             value = value.node.inputs[0]
         return value if value in self.tiles else self.locate(value)[0]

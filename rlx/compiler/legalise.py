@@ -29,7 +29,7 @@ def bind_dims(graph: Graph, compilation: Compilation) -> Graph:
     binding = options.binding
     first_use: dict[str, Node] = {}
     for node in nodes:
-        for name in _dim_names((node.attrs, node.shapes)):
+        for name in _dim_names((node.attrs, *[shape for shape in node.shapes if not shape.is_static])):
             first_use.setdefault(name, node)
     if unknown := sorted(binding.keys() - first_use.keys()):
         raise OptionError(f"dims={unknown}: graph {graph.name!r} has no dim of that name; it has {known(first_use)}")
@@ -74,7 +74,7 @@ def _dim_names(x: Any) -> Iterable[str]:
         yield from _dim_names(x.dims)
     elif isinstance(x, tuple):
         for inner in x:
-            if type(inner) is not int:
+            if type(inner) not in (int, bool, float, str):
                 yield from _dim_names(inner)
     elif isinstance(x, Attrs):
         yield from _dim_names((*vars(x).values(),))

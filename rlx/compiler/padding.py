@@ -32,7 +32,7 @@ def active_axes(graph: Graph) -> dict[Value, Active]:
     so kernels can skip them. Other values are needed completely, and so are results of state.valid_rows."""
     rows = Rows(graph)
     needed, out = rows.needed(graph), {}
-    for value in (v for node in graph.nodes() if node.op is not valid_rows.op for v in node.results):  # type: ignore[attr-defined]
+    for value in (v for v in rows.actives if v.node.op is not valid_rows.op):  # type: ignore[attr-defined]
         if free := [a for a in rows.of(value) if (value, a) not in needed]:
             out[value] = free[0]
     return out
@@ -74,7 +74,7 @@ class Rows:
         """Active axes of values whose padding must be computed although it does not affect results: a mask before a sum hides
         it (as in a decomposed attention), but the masked value must still be defined."""
         out: set[tuple[Value, Active]] = set()
-        for node in reversed(graph.nodes()):
+        for node in reversed(graph.nodes() if self.actives else ()):
             mixes = node.op.reduce is not None or node.op.contract is not None
             for i, value in enumerate(node.inputs):
                 for active in self.of(value):

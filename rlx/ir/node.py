@@ -71,7 +71,7 @@ class Node:
     def results(self) -> tuple[Value, ...]:
         if len(self.shapes) != 1:
             return tuple(Value(self, i) for i in range(len(self.shapes)))
-        value = found() if (found := self._values.get(0)) is not None else None  # passes ask for it all the time
+        value = self._values.get(0, _GONE)()  # passes ask for it all the time
         return (Value(self, 0) if value is None else value,)
 
     def __copy__(self) -> Node:
@@ -98,6 +98,7 @@ def _unpickled(
     return Node(OPS[name], tuple(Value(node, index) for node, index in inputs), attrs, shapes, label, source)
 
 
+_GONE: ref[Value] = ref(set())  # type: ignore[assignment]  to nothing
 _making = Lock()  # two threads may ask for the same result at the same time
 
 
@@ -110,14 +111,10 @@ class Value(Methods):
     shape: Shape = field(init=False)
 
     def __new__(cls, node: Node, index: int = 0) -> Value:
-        found = node._values.get(index)
-        value = None if found is None else found()
-        if value is not None:
+        if (value := node._values.get(index, _GONE)()) is not None:
             return value
         with _making:
-            found = node._values.get(index)
-            value = None if found is None else found()
-            if value is None:
+            if (value := node._values.get(index, _GONE)()) is None:
                 value = object.__new__(cls)
                 object.__setattr__(value, "node", node)
                 object.__setattr__(value, "index", index)
@@ -332,7 +329,7 @@ def postorder(
     return list(done), cycle
 
 
-def same_values(a: Sequence[Value], b: Sequence[Value]) -> bool:
+def same_values(a: Sequence[Value | None], b: Sequence[Value | None]) -> bool:
     """True if both hold the same values in the same order."""
     return len(a) == len(b) and all(map(is_, a, b))
 

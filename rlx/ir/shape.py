@@ -10,7 +10,7 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from operator import mul
@@ -81,6 +81,7 @@ class Shape:
 
     dims: tuple[DimLike, ...]
     dtype: DType
+    is_static: bool = field(init=False, repr=False)  # no dim is a name
 
     def __init__(self, dims: Iterable[int | str | Dim] | int | str, dtype: DType | str) -> None:
         if type(dims) is not tuple:  # the usual case, made often
@@ -91,6 +92,7 @@ class Shape:
         plain = all(type(d) is int and d >= 0 for d in dims)
         object.__setattr__(self, "dims", dims if plain else tuple(as_dim(d) for d in dims))
         object.__setattr__(self, "dtype", as_dtype(dtype))
+        object.__setattr__(self, "is_static", plain or not any(isinstance(d, Dim) for d in self.dims))
 
     def __str__(self) -> str:
         return f"{self.dtype.name}[{','.join(map(str, self.dims))}]"
@@ -124,10 +126,6 @@ class Shape:
     @property
     def rank(self) -> int:
         return len(self.dims)
-
-    @property
-    def is_static(self) -> bool:
-        return all(isinstance(d, int) for d in self.dims)
 
     @cached_property
     def static(self) -> tuple[int, ...]:

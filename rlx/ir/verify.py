@@ -5,7 +5,8 @@ It runs after every pass, so it must be cheap: one walk, one shape inference per
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from rlx.errors import VerifyError
@@ -26,13 +27,13 @@ def verify(graph: Building) -> None:
 
 
 class Sound:
-    """Facts that one check leaves to the next: sound nodes, which are immutable; the leaves and roots of a sound graph, with its
-    nodes in order; for an op with these attributes (by id) and operands of these shapes the attributes, found to be sound,
-    and the inferred shapes; and the same by ids alone, of sound nodes, which keep the objects: most nodes are copies of others
-    with new operands of the same shapes."""
+    """Facts that one check leaves to the next: sound nodes, which are immutable; the leaves, roots, assignments and updates of a
+    sound graph, with its nodes in order; for an op with these attributes (by id) and operands of these shapes the attributes,
+    found to be sound, and the inferred shapes; and the same by ids alone, of sound nodes, which keep the objects: most nodes are
+    copies of others with new operands of the same shapes."""
 
     def __init__(self) -> None:
-        self.graph: tuple[list[Sequence[Value]], list[Node]] = [], []
+        self.graph: tuple[list[tuple[Value | None, ...]], list[Node]] = [], []
         self.nodes: set[Node] = set()
         self.alike: set[tuple[OpDef | int, ...]] = set()
         self.inferred: dict[tuple[OpDef, int, tuple[Shape, ...]], tuple[Attrs | None, tuple[Shape, ...]]] = {}
@@ -41,10 +42,11 @@ class Sound:
 def faults(graph: Building, sound: Sound | None = None) -> list[str]:
     """Every violated rule, one sentence each; empty for a sound graph. `sound`: of earlier checks, to be added to."""
     sound = sound or Sound()
-    ends: list[Sequence[Value]] = [tuple(found) for found in (graph.inputs, graph.params, graph.handles, graph.roots())]
+    pairs, updates = chain.from_iterable(graph.assigns), chain.from_iterable(graph.updates)
+    ends = [tuple(found) for found in (graph.inputs, graph.params, graph.handles, graph.roots(), pairs, updates)]
     if len(sound.graph[0]) == len(ends) and all(map(same_values, sound.graph[0], ends)):  # a pass that changed nothing
         graph.remember(sound.graph[1])
-        return [*_result_faults(graph)] or [*update_faults(graph), *_extent_faults(graph)]
+        return [*_result_faults(graph)] or [*_extent_faults(graph)]
     out = [*_leaf_faults(graph), *_result_faults(graph)]
     nodes, cycle = postorder([*graph.leaves(), *graph.roots()])
     if cycle is not None:
