@@ -296,7 +296,7 @@ def test_in_a_process_of_its_own(notes):
 @pytest.mark.parametrize(
     "args, code, said",
     [
-        (["no-such-folder", "x"], 2, "dir 'no-such-folder' does not exist"),
+        (["no-such-folder", "x"], 1, "no-such-folder is not a folder"),
         (["FOLDER", " "], 1, "an empty query"),
         (["FOLDER", "x", "--glob", "*.none"], 1, "has no text to search in files that match"),
         (["FOLDER", "x", "--top", "0"], 2, "top"),

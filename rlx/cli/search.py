@@ -21,9 +21,7 @@ NAMED = 3  # skipped files that are named, of each kind
 
 
 def search(
-    folder: Annotated[
-        Path, typer.Argument(help="Folder of text files.", metavar="FOLDER", show_default=False, exists=True, file_okay=False)
-    ],
+    folder: Annotated[Path, typer.Argument(help="Folder of text files.", metavar="FOLDER", show_default=False)],
     query: Annotated[str, typer.Argument(help="What to search for, in your own words.", metavar="QUERY", show_default=False)],
     top: Annotated[int, typer.Option(min=1, help="Passages to print.")] = 5,
     glob: Annotated[list[str] | None, typer.Option(help="Only files that match, as '*.md'; can be given several times.")] = None,
@@ -42,10 +40,10 @@ def search(
 
         rlx search src "where are sizes of files checked" --glob "*.py" --top 10
     """
-    from rlx.frontends.search import TextIndex
+    from rlx.frontends.search import TextIndex, checked_folder
 
     with Bars() as bars:
-        index = TextIndex(folder, o.open_encoder(model, bars, device, threads, tune))
+        index = TextIndex(checked_folder(folder), o.open_encoder(model, bars, device, threads, tune))
         try:
             changes = index.update(glob or (), bars.files)
         except OSError as e:  # only what it writes: files that cannot be read are skipped

@@ -82,14 +82,19 @@ class Changes:
     why: str = ""
 
 
+def checked_folder(folder: str | Path) -> Path:
+    """ModelError: it is not a folder."""
+    if not Path(folder).is_dir():
+        raise ModelError(f"{folder} is not a folder; search takes a folder of text files")
+    return Path(folder)
+
+
 class TextIndex(Shown):
     """The passages of a folder's text files, and their vectors. `update` compares it with the files; `search` finds passages."""
 
     def __init__(self, folder: str | Path, model: Embedder) -> None:
         """Reads the index file of an earlier update, if there is one for this model. ModelError: not a folder."""
-        self.folder, self.model = Path(folder), model
-        if not self.folder.is_dir():
-            raise ModelError(f"{folder} is not a folder; search takes a folder of text files")
+        self.folder, self.model = checked_folder(folder), model
         self.path = self.folder / INDEX
         self._probes = _unit(model.embed(PROBES))
         self._files: dict[str, _File] = {}
@@ -331,4 +336,4 @@ def _read(path: Path, probes: np.ndarray) -> dict[str, _File]:
         raise CorruptFileError(f"{path}: {e}") from None
 
 
-__all__ = ["INDEX", "Changes", "Found", "TextIndex", "passages"]
+__all__ = ["INDEX", "Changes", "Found", "TextIndex", "checked_folder", "passages"]
