@@ -119,12 +119,11 @@ def as_path(path: Any, name: str = "a path") -> str:
     """The path as text. OptionError: it is none."""
     try:
         found = os.fspath(path)
-        os.fsencode(found)
+        if isinstance(found, str) and found and b"\0" not in os.fsencode(found):
+            return found
     except (TypeError, UnicodeEncodeError):
-        found = None
-    if not isinstance(found, str) or not found or "\0" in found:
-        raise OptionError(f"{name} is text or a pathlib.Path, got {path!r:.60}")
-    return found
+        pass
+    raise OptionError(f"{name} is text or a pathlib.Path, got {path!r:.60}")
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:

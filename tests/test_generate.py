@@ -431,7 +431,7 @@ def test_beams_that_do_not_fit(model):
     for wrong in ("x", float("nan"), -1e5, None, True):
         with pytest.raises(OptionError, match="length_penalty is a number"):
             beam_search(model, [1], beams=2, max_new_tokens=8, length_penalty=wrong)
-    with pytest.raises(OptionError, match="beams=0"):
+    with pytest.raises(OptionError, match="beams is a whole number of at least 1, got 0"):
         beam_search(model, [1], beams=0, max_new_tokens=8)
 
 

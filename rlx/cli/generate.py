@@ -72,8 +72,7 @@ def generate(
         text = of_first(transport, standard_input(bounded=True).encode() if first else b"").decode()
     with Bars() as bars:
         loaded = open_model(model, bars, capacity, cache, device, threads, tune, transport, **experts)
-        given = [{"role": "user", "content": text}] if chat else text
-        answer = Generator(loaded, given, on_text=_show if first else None, **how)
+        answer = Generator(loaded, [{"role": "user", "content": text}] if chat else text, on_text=_show if first else None, **how)
         prepare(answer)
     try:
         _run(answer, loaded, first, stats)

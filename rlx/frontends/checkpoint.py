@@ -56,7 +56,7 @@ class Checkpoint:
         """
         self.path, self.weights, self.ranks, self.rank = model_path(path), weights, ranks, rank
         self.nbytes = 0  # bytes of the files read so far
-        if weights is not None and weights not in KEPT:
+        if weights is not None and (not isinstance(weights, str) or weights not in KEPT):
             raise ModelError(f"weights={weights!r}: choose one of {known(KEPT)}, or None to keep them as stored")
         found = self._read_gguf() if self.path.is_file() else self._read_folder()
         if self.config.tied:

@@ -9,7 +9,7 @@ from os import PathLike
 
 import numpy as np
 
-from rlx.errors import OptionError, Unsupported
+from rlx.errors import OptionError, Unsupported, as_path
 from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.models.decoder import DecoderConfig
 from rlx.runtime import CompiledGraph, ExpertPool, ExpertSource, MemoryPlan
@@ -18,15 +18,13 @@ from rlx.runtime.pool import HasExperts
 from rlx.runtime.traces import Forward, MoELayer, TraceWriter
 
 
-def placed(
-    budget: Budget | int | str | None, policy: str | None, profile: str | PathLike[str] | None
-) -> tuple[Budget | None, str]:
+def placed(budget: Budget | int | str | None, policy: str | None, profile: object) -> tuple[Budget | None, str]:
     """The budget and the policy. OptionError: they are none, or there is no budget for the policy or the profile."""
     for name, value in (("expert_policy", policy), ("expert_profile", profile)):
         if value is not None and budget is None:
             raise OptionError(f"{name}={str(value)!r} needs an expert_budget")
-    policy_of(policy or DEFAULT)
-    return None if budget is None else Budget.of(budget), policy or DEFAULT
+    policy_of(chosen := DEFAULT if policy is None else policy)
+    return None if budget is None else Budget.of(budget), chosen
 
 
 class ModelExperts:
@@ -43,7 +41,8 @@ class ModelExperts:
         self._budget, self._policy = placed(budget, policy, profile)
         # whether graphs guess the next layer's experts: a trace has guesses too, for a simulation of the policies that use them
         self.guesses = record is not None or (policy_of(self._policy).guesses and budget is not None)
-        self._profile, self._record, self._model = profile, record, model
+        self._profile, self._model = profile, model
+        self._record = None if record is None else as_path(record, "record_experts")
         self._writer: TraceWriter | None = None
         self.pool: ExpertPool | None = None
 

@@ -92,17 +92,18 @@ class LanguageModel(Shown):
         """
         self.seconds = Seconds()  # time spent, by phase
         self._session, self._options = shared_session(session, transport), with_more(options)
+        if progress is not None and not callable(progress):
+            raise OptionError(f"progress is called with (done, total), got {type(progress).__name__} {progress!r:.60}")
         if not isinstance(cache, str) or cache not in CACHES:
             raise OptionError(f"cache={cache!r:.60}: choose one of {known(CACHES)}")
         self.path, self.batch = model_path(path), whole("batch", batch, 1)
-        wanted = None if capacity is None else whole("capacity", capacity, 1)
         self.device = self._session.device
         self.transport, self.ranks, rank = together(self._session)
         with self.seconds.spent("read model"):
             self.checkpoint = Checkpoint(self.path, weights, self.ranks, rank)
         self.config = self.checkpoint.config
         longest = self.config.max_position_embeddings
-        self.capacity = min(DEFAULT_CAPACITY, longest) if wanted is None else wanted
+        self.capacity = min(DEFAULT_CAPACITY, longest) if capacity is None else whole("capacity", capacity, 1)
         if self.capacity > longest:
             raise OptionError(f"capacity={capacity}: the model has {longest} positions")
         self.cache, self.ladder = cache, LADDER
@@ -209,7 +210,7 @@ class LanguageModel(Shown):
     def move(self, position: int, room: int = 0) -> None:
         """Set the number of tokens in the state, whose contents stay. IndexRangeError: with `room` more, the capacity is too
         small."""
-        if position < 0 or position + room > self.capacity:
+        if whole("position", position) < 0 or position + whole("room", room, 0) > self.capacity:
             raise IndexRangeError(f"{room} tokens at position {position} do not fit into a capacity of {self.capacity}")
         self._cut(position)
 
@@ -369,6 +370,8 @@ class LanguageModel(Shown):
     def _added_up(self, prompt: int, regions: Callable[[int], Mapping[str, int]]) -> dict[str, int]:
         """Bytes by purpose of the programs of all sizes of chunk that a prompt needs. `regions`: those of one size."""
         sizes, left = {1}, whole("prompt", prompt, 0)
+        if left > self.capacity:
+            raise OptionError(f"prompt={prompt}: the model's capacity is {self.capacity}")
         while left > 0:
             sizes.add(size := self.chunk_size(left, self.capacity))
             left -= size

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlx.errors import OptionError, known, whole
+from rlx.errors import OptionError, items, known, whole
 from rlx.ir.shown import counted, sized
 from rlx.records import record
 from rlx.runtime.traces import Forward, MoELayer
@@ -302,7 +302,7 @@ def _counts(chosen: np.ndarray, experts: int) -> np.ndarray:
 
 def _checked(profile: Any, layers: Sequence[MoELayer]) -> list[np.ndarray]:
     """OptionError: not one number, 0 or more, for each expert of each layer."""
-    counts = [np.asarray(c) for c in profile] if isinstance(profile, Iterable) else [np.asarray(profile)]
+    counts = [np.asarray(c) for c in items("a profile has numbers for each layer", profile, OptionError)]
     found = [f"{c.dtype}{list(c.shape)}" for c in counts]
     if [c.shape for c in counts] != [(x.experts,) for x in layers] or any(c.dtype.kind not in "iuf" for c in counts):
         raise OptionError(f"a profile has a number for each expert of each layer, got {', '.join(found)[:200]}")
@@ -318,7 +318,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 def policy_of(name: str) -> type[Policy]:
     """OptionError: there is no policy of that name."""
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise OptionError(f"no policy is called {name!r}; there are {known(POLICIES)}")
     return POLICIES[name]
 

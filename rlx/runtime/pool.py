@@ -134,9 +134,7 @@ class ExpertPool(Shown):
         policy = self.policy
         nbytes = sum(n * x.nbytes for n, x in zip(policy.quotas, self.layers))
         forwards = max(policy.clock)
-        return PoolReport(
-            self.name, self.budget, tuple(policy.quotas), nbytes, forwards, self._uses, self._hits, policy.hits
-        )  # fmt: skip
+        return PoolReport(self.name, self.budget, tuple(policy.quotas), nbytes, forwards, self._uses, self._hits, policy.hits)
 
     def close(self) -> None:
         """End it: from now on nothing is promoted or demoted. Raises an error of the background thread that no run has raised."""
@@ -185,8 +183,10 @@ class ExpertPool(Shown):
                 coming += [layer] * bool(change.kept)
             else:
                 self._reading = layer, frozenset(kept)
-            if change.demoted or coming:
-                self._demote.update(x for x, _ in change.demoted)
+            # those, too, that another thread's run read after the policy had given them up
+            going = [x for x, _ in change.demoted] + [layer] * bool((before & ~self.policy.resident[layer]).any())
+            if going or coming:
+                self._demote.update(going)
                 self._promote.update(coming)
                 self._start()
             if change.made_room:
@@ -205,6 +205,7 @@ class ExpertPool(Shown):
         if self.tiers.in_place:
             self.tiers.drain(wait=True)
         with self._ready:
+            self._demote.update(range(len(self.layers)))
             while (self._demote or self._promote or self._releasing or self._promoting >= 0) and self._error is None:
                 self._start()
                 self._wait()

@@ -19,7 +19,7 @@ from weakref import finalize
 
 import numpy as np
 
-from rlx.errors import CorruptFileError, FormatError, InputShapeError, ModelError, OptionError, RlxError
+from rlx.errors import CorruptFileError, FormatError, InputShapeError, ModelError, OptionError, RlxError, as_path
 from rlx.ir.shown import Shown, counted
 from rlx.records import record
 
@@ -88,7 +88,7 @@ class TraceFile(Shown):
     is iterated over."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(as_path(path, "the path of a trace"))
         try:
             with self.path.open("rb") as f:
                 self.nbytes = os.fstat(f.fileno()).st_size
@@ -159,7 +159,7 @@ class TraceWriter:
     OptionError: it cannot be written there, or the file is of another model. ModelErrors: it is damaged, or no trace."""
 
     def __init__(self, path: str | os.PathLike[str], model: str, layers: Sequence[MoELayer], append: bool = False) -> None:
-        self.path, self._chosen, self._ahead = Path(path), Row(layers), Row(layers[1:])
+        self.path, self._chosen, self._ahead = Path(as_path(path, "the path of a trace")), Row(layers), Row(layers[1:])
         text = json.dumps({"model": model, "layers": [asdict(x) for x in layers]}).encode()
         self._file: Any = None
         goes_on = append and self.path.exists()
