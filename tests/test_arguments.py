@@ -12,7 +12,7 @@ import pytest
 from devices import DEVICES
 
 import rlx
-from rlx.errors import BindingError, GraphError, OptionError, RlxError, ShapeError
+from rlx.errors import BindingError, GraphError, OptionError, RlxError, ShapeError, TransferError
 
 F = np.float32
 X, W, STATE = np.ones((2, 4), F), np.ones((4, 3), F), np.zeros((2, 3), F)
@@ -195,3 +195,10 @@ def test_what_load_took_or_failed_on(how: dict[str, Any], wanted: str, tmp_path:
 def test_what_was_taken(call: Callable[[], Any], error: type[RlxError], wanted: str) -> None:
     with pytest.raises(error, match=wanted):
         call()
+
+
+def test_tensors_without_memory_of_the_host_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    for tensor in (torch.empty(3, device="meta"), torch.empty(3, requires_grad=True), np.array(["a"]), 5):
+        with pytest.raises(TransferError, match="from_dlpack takes an object with __dlpack__, got"):
+            rlx.Buffer.from_dlpack(tensor)

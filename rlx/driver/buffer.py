@@ -59,15 +59,13 @@ class Buffer:
     @staticmethod
     def from_dlpack(producer: Any) -> Buffer:
         """A host buffer over the memory of anything with `__dlpack__` (numpy, torch, jax …), without a copy."""
-        if not hasattr(producer, "__dlpack_device__"):
-            raise TransferError(f"from_dlpack takes an object with __dlpack__, got {type(producer).__name__}")
-        place = tuple(producer.__dlpack_device__())
-        if place[0] != DLPACK_CPU[0]:
-            raise TransferError(f"the tensor is on DLPack device {place}, not in host memory; copy it to the host first")
         try:
-            array = of_dlpack(producer)
-        except (BufferError, RuntimeError, TypeError, ValueError) as e:
-            raise TransferError(f"the {type(producer).__name__} does not share its memory: {e}") from e
+            place = tuple(producer.__dlpack_device__())
+            array = of_dlpack(producer) if place[0] == DLPACK_CPU[0] else None
+        except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as e:
+            raise TransferError(f"from_dlpack takes an object with __dlpack__, got {type(producer).__name__}: {e}") from e
+        if array is None:
+            raise TransferError(f"the tensor is on DLPack device {place}, not in host memory; copy it to the host first")
         return Buffer.from_numpy(array)
 
     # -- facts
