@@ -1,4 +1,4 @@
-"""What a forked child does to the objects that it has from its parent, and locks that are free in it."""
+"""Treatment, in a forked child, of the objects that it has from its parent, and locks that are free in it."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def blocks_function(
     bytes per step are prefetched from. `streamed`: "a" or "b", which need not stay in the L1 cache. `beside`: emits
     other work of the step at an index, done while the unit multiplies. `first`: the column of a at which k begins, if a's columns
     lie in levels. `rest`: whether the last step of b is read from a copy, and that, with zeros behind k; a has zeros there too.
-    What else lies there, in either operand, may be infinite or NaN."""
+    Other values there, in either operand, may be infinite or NaN."""
     above, across, pitch = range(-(-rows // SIDE)), range(vectors), pitch or SIDE * vectors
     places = begin_sums(e, sums, above, across, pitch, kept)
     loads = ["tileloaddt164" if streamed == x else "tileloadd64" for x in "ab"]
