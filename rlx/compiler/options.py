@@ -71,7 +71,7 @@ class CompileOptions:
         if self.threads is not None and whole("threads", self.threads) < 1:
             raise OptionError(f"threads={self.threads}: give at least 1, or None for all that the process may use")
         if (a := self.alignment) is not None and whole("alignment", a) not in ALIGNMENTS:
-            raise OptionError(f"alignment={a}: give a power of two from {ALIGNMENTS[0]} to {ALIGNMENTS[-1]}, or None")
+            raise OptionError(f"alignment={a}: give a power of two from {ALIGNMENTS[0]} to {ALIGNMENTS[-1]} bytes, or None")
         normal = {
             "disable": _pass_names(self.disable),
             "dims": _dim_values(self.dims),
