@@ -310,8 +310,6 @@ FEW_ROWS = [(1, 75, 18), (11, 50, 33)]
 @pytest.mark.parametrize("dtypes", FLOATS, ids=str)
 def test_floats(dtypes: DTypes, few: bool, b: str, cpu: str) -> None:
     target, shape = TARGETS[cpu], FEW_ROWS[FLOATS.index(dtypes) % 2] if few else (75, 30, 9)
-    if f16 in dtypes and cpu == "x86-64":
-        pytest.skip("x86-64 without F16C converts f16 by a library call")
     check_product(product(*shape, b=b, dtypes=dtypes, panel=target.panel(dtypes[1].name)[0]), target)
 
 
@@ -585,8 +583,6 @@ PANELLED = [(f32, f32, f32), (bf16, bf16, f32), (f16, f16, f32), (f64, f64, f64)
 @pytest.mark.parametrize("shape", [(1, 48, 7), (1, 100, 33), (5, 49, 64), (33, 130, 21), (140, 33, 1)], ids=str)
 def test_a_computed_left_operand(shape: tuple[int, int, int], dtypes: DTypes, cpu: str) -> None:
     """Reductions of the row first, a gather, a rounding to the operand's dtype; odd depths of pairs are filled up."""
-    if f16 in dtypes and cpu == "x86-64":
-        pytest.skip("x86-64 without F16C converts f16 by a library call")
     for threads in (1, 3):
         check_computed(*shape, with_threads(TARGETS[cpu], threads), dtypes, batch=2 if threads > 1 else 1)
 
@@ -595,8 +591,6 @@ def test_a_computed_left_operand(shape: tuple[int, int, int], dtypes: DTypes, cp
 @pytest.mark.parametrize("dtypes", [*PANELLED, (bf16, f32, f32)], ids=str)
 @pytest.mark.parametrize("shape", [(1, 50, 7), (6, 1, 9), (33, 130, 21), (2, 7, 1)], ids=str)
 def test_computed_operands_on_both_sides(shape: tuple[int, int, int], dtypes: DTypes, cpu: str) -> None:
-    if f16 in dtypes and cpu == "x86-64":
-        pytest.skip("x86-64 without F16C converts f16 by a library call")
     check_computed(*shape, with_threads(TARGETS[cpu], 2), dtypes, right=True, batch=2)
 
 

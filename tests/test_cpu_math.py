@@ -15,6 +15,7 @@ from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.render import render
 from rlx.backends.cpu.target import target_for
 from rlx.host import jit
+from rlx.host.processor import missing_features
 from rlx.ir.dtype import bf16, f16, f32, f64
 from rlx.ir.kernel import Expr, Kernel, k
 from rlx.ir.target import Target
@@ -126,11 +127,19 @@ def test_binary_f32(name: str, function: np.ufunc, bound: float) -> None:
         check(got, function(left.astype(np.float64), right.astype(np.float64)), bound, left, right)
 
 
-@pytest.mark.parametrize("dtype, host", [(bf16, ml_dtypes.bfloat16), (f16, np.float16)])
-def test_narrow_floats_round_to_nearest_even(dtype, host) -> None:
+WITHOUT_F16C = target_for(TRIPLE, "generic", ("avx2", "fma")) if TRIPLE.startswith("x86_64") else None
+
+
+@pytest.mark.parametrize("dtype, host, target", [
+    (bf16, ml_dtypes.bfloat16, None), (f16, np.float16, None), (f16, np.float16, WITHOUT_F16C),
+    (f16, np.float16, target_for(TRIPLE, "generic")),
+])  # fmt: skip
+def test_narrow_floats_round_to_nearest_even(dtype, host, target) -> None:
     """Every 16-bit value survives; values around each, and half way to the next, go where ml_dtypes or numpy put them."""
+    if target is not None and missing_features(target.features):
+        pytest.skip("this machine has no AVX2")
     every = np.arange(2**16, dtype=np.uint16).view(host)
-    back = apply(lambda v: v, dtype, every)
+    back = apply(lambda v: v, dtype, every, target=target)
     finite = ~np.isnan(every.astype(np.float32))
     assert (back.view(np.uint16)[finite] == every.view(np.uint16)[finite]).all()
     assert np.isnan(back[~finite].astype(np.float32)).all()
@@ -138,7 +147,7 @@ def test_narrow_floats_round_to_nearest_even(dtype, host) -> None:
     bits = every.astype(np.float32).view(np.uint32)[:, None] + steps
     with np.errstate(all="ignore"):
         x = np.concatenate([bits.ravel().view(np.float32), EDGES.view(np.float32)])
-        want, got = x.astype(host), apply(lambda v: v, dtype, x)
+        want, got = x.astype(host), apply(lambda v: v, dtype, x, target=target)
     number = ~np.isnan(want.astype(np.float32))
     assert (got.view(np.uint16)[number] == want.view(np.uint16)[number]).all()
     assert np.isnan(got[~number].astype(np.float32)).all()

@@ -34,7 +34,7 @@ def from_memory(e: Emitter, raw: V, dtype: DType) -> V:
     if dtype == bf16:
         return e.convert("bitcast", e.bin("shl", e.convert("zext", raw, "i32"), 16), "float")
     if dtype == f16:
-        return e.convert("fpext", e.convert("bitcast", raw, "half"), "float")
+        return math.f16_value(e, raw)
     if dtype.kind == "b":
         return e.cmp("ne", raw, 0)
     return raw
@@ -50,7 +50,7 @@ def to_memory(e: Emitter, value: V, dtype: DType) -> V:
         by_hardware = value.lanes in (8, 16) and {"avx512bf16", "avx512vl"} <= set(e.features)
         return math.bf16_bits_by_hardware(e, value) if by_hardware else math.bf16_bits(e, value)
     if dtype == f16:
-        return e.convert("bitcast", e.convert("fptrunc", value, "half"), "i16")
+        return math.f16_bits(e, value)
     if dtype.kind == "b":
         return e.convert("zext", value, "i8")
     return value

@@ -122,8 +122,7 @@ def bf16_bits_by_hardware(e: Emitter, x: V) -> V:
 def f8_value(e: Emitter, raw: V, finite: bool) -> V:
     """The float of an f8e4m3 (`finite`: it has no infinities, and one NaN of each sign) or f8e5m2 (the upper half of an f16)."""
     if not finite:
-        wide = e.bin("shl", e.convert("zext", raw, "i16"), 8)
-        return e.convert("fpext", e.convert("bitcast", wide, "half"), "float")
+        return f16_value(e, e.bin("shl", e.convert("zext", raw, "i16"), 8))
     wide = e.convert("zext", raw, "i32")
     size = e.bin("and", wide, 0x7F)  # shifted to the exponent and fraction fields of an f32, it is too small by 2^120
     value = e.bin("fmul", _float(e, e.bin("shl", size, 20)), 2.0**120)
@@ -133,9 +132,36 @@ def f8_value(e: Emitter, raw: V, finite: bool) -> V:
 
 def f8_bits(e: Emitter, x: V, finite: bool) -> V:
     """float to the bits of an f8e4m3 or f8e5m2 (i8): nearest even; too large becomes NaN (`finite`) or infinite, NaN stays."""
-    fraction, bias = (3, 7) if finite else (2, 15)
+    return _narrowed(e, x, 8, *(3, 7) if finite else (2, 15), finite)
+
+
+def f16_value(e: Emitter, half: V) -> V:
+    """The float of an f16, or of its bits (i16)."""
+    if not _lacks_f16(e):
+        return e.convert("fpext", e.convert("bitcast", half, "half") if half.scalar == "i16" else half, "float")
+    wide = e.convert("zext", half if half.scalar == "i16" else e.convert("bitcast", half, "i16"), "i32")
+    size = e.bin("and", wide, 0x7FFF)  # shifted to the exponent and fraction fields of an f32, it is too small by 2^112
+    value = _bits(e, e.bin("fmul", _float(e, e.bin("shl", size, 13)), 2.0**112))
+    value = e.select(e.cmp("uge", size, 0x7C00), e.bin("or", value, 0x7F800000), value)
+    return _float(e, e.bin("or", value, e.bin("shl", e.bin("and", wide, 0x8000), 16)))
+
+
+def f16_bits(e: Emitter, x: V) -> V:
+    """float to the bits of an f16 (i16): nearest even; too large becomes infinite, NaN stays."""
+    if not _lacks_f16(e):
+        return e.convert("bitcast", e.convert("fptrunc", x, "half"), "i16")
+    return _narrowed(e, x, 16, 10, 15)
+
+
+def _lacks_f16(e: Emitter) -> bool:
+    """Whether the processor has no conversions of f16: LLVM would call functions that no library of the process has."""
+    return any(f.startswith("triple=x86") for f in e.features) and "f16c" not in e.features
+
+
+def _narrowed(e: Emitter, x: V, width: int, fraction: int, bias: int, finite: bool = False) -> V:
+    """float to the bits of a float of `width` bits. `finite`: it has no infinities, and NaN in place of its greatest value."""
     bits = _bits(e, x)
-    size, sign = e.bin("and", bits, 0x7FFFFFFF), e.bin("and", e.bin("lshr", bits, 24), 0x80)
+    size, sign = e.bin("and", bits, 0x7FFFFFFF), e.bin("and", e.bin("lshr", bits, 32 - width), 1 << (width - 1))
     drop = 23 - fraction
     odd = e.bin("and", e.bin("lshr", size, drop), 1)
     nearest = e.bin("add", e.bin("add", size, ((bias - 127) << 23) + (1 << (drop - 1)) - 1), odd)
@@ -145,11 +171,11 @@ def f8_bits(e: Emitter, x: V, finite: bool) -> V:
     added = e.bin("fadd", _float(e, size), _float(e, e.const(bits.ty, magic)))
     small = e.bin("sub", _bits(e, added), magic)
     out = e.select(e.cmp("ult", size, (128 - bias) << 23), small, normal)
-    top = 0x7F if finite else 0x7C
-    out = e.intrinsic("umin", out, e.const(bits.ty, top))
+    nan = (1 << (width - 1)) - 1
+    out = e.intrinsic("umin", out, e.const(bits.ty, nan if finite else (2 * bias + 1) << fraction))
     far = e.cmp("ugt", size, 0x7F800000) if not finite else e.cmp("uge", size, 0x43F00000)
-    out = e.select(far, e.const(bits.ty, 0x7F), out)
-    return e.convert("trunc", e.bin("or", out, sign), "i8")
+    out = e.select(far, e.const(bits.ty, nan), out)
+    return e.convert("trunc", e.bin("or", out, sign), f"i{width}")
 
 
 # -- building blocks -----------------------------------------------------------------------------------------------

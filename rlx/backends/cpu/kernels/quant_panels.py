@@ -10,6 +10,7 @@ from rlx.backends.cpu.kernels.module import step
 from rlx.backends.cpu.kernels.product import Product
 from rlx.backends.cpu.kernels.tile import Layout, prefetch
 from rlx.backends.shared.packed import PANEL, STEP, panel
+from rlx.host import math
 from rlx.host.emit import Emitter, V, vector
 from rlx.ir.blocks import Bits
 from rlx.ir.dtype import f32
@@ -109,7 +110,7 @@ class PanelProduct(Product):
         """The f16 numbers of a block as f32: a list of vectors for each."""
         half, across = vector("half", self.lanes), across or range(self.vectors)
         return [
-            [e.convert("fpext", e.load(half, e.gep(block, a + 2 * self.lanes * v), 2), "float") for v in across]
+            [math.f16_value(e, e.load(half, e.gep(block, a + 2 * self.lanes * v), 2)) for v in across]
             for a in self.f.numbers
         ]
 
