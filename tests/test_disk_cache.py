@@ -410,6 +410,17 @@ def test_a_full_disk_is_said_once_and_leaves_nothing(folder, monkeypatch):
     assert len(said) == 1 and [p for p in folder.iterdir() if not p.name.startswith("object-")] == []
 
 
+def test_a_folder_that_may_only_be_read_or_not_be_listed_is_used(folder, monkeypatch):
+    def refused(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    assert note(two_layers())[0] == "compiled"
+    monkeypatch.setattr(os, "utime", refused)
+    assert note(two_layers())[0] == "cached"
+    monkeypatch.setattr(os, "scandir", refused)
+    assert note(two_layers(16)) == ("compiled", FRESH)
+
+
 def test_the_least_recently_used_go_first(folder):
     cache = DiskCache(str(folder), 1000)
     folder.mkdir(mode=0o700)

@@ -64,7 +64,8 @@ class DiskCache:
             with open(number, "rb", closefd=False) as f:
                 raw = f.read()
             if use:
-                os.utime(number)
+                with contextlib.suppress(OSError):  # of a folder that is mounted read-only
+                    os.utime(number)
         except OSError:
             return None, DAMAGED
         finally:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -101,7 +102,9 @@ class CacheEntry:
 
     def _differences(self) -> str:
         """How this compile differs from the most similar entry of the same graph."""
-        found = [e.name for e in self._disk.entries() if e.name.startswith(self.name[:-40])] if self._disk else []
+        found: list[str] = []
+        with suppress(OSError):  # of a folder that may not be listed
+            found = [e.name for e in self._disk.entries() if e.name.startswith(self.name[:-40])] if self._disk else []
         differing: list[list[str]] = []
         for name in found[-NEIGHBOURS:]:
             content, _ = self._disk.get(name, use=False)  # type: ignore[union-attr]
