@@ -126,6 +126,20 @@ def as_path(path: Any, name: str = "a path") -> str:
     raise OptionError(f"{name} is text or a pathlib.Path, got {path!r:.60}")
 
 
+def check_writable(*paths: Any) -> None:
+    """OptionError, before the work rather than after it, if a file cannot be written there. None: there is no file."""
+    for path in filter(None, paths):
+        folder, why = os.path.dirname(path) or ".", ""
+        if not os.path.isdir(folder):
+            why = f"there is no folder {folder}"
+        elif os.path.isdir(path):
+            why = "it is a folder"
+        elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+            why = "the system permits no writing there"
+        if why:
+            raise OptionError(f"cannot write {path}: {why}")
+
+
 def whole(name: str, value: Any, least: int | None = None) -> int:
     """`value` as an int. OptionError if it is not an integer, or less than `least`."""
     try:
@@ -141,6 +155,13 @@ def flag(name: str, value: Any) -> bool:
     """`value`. OptionError if it is no bool: a text such as "no" would count as True."""
     if not isinstance(value, bool):
         raise OptionError(f"{name} is True or False, got {value!r:.60}")
+    return value
+
+
+def called(name: str, value: Any, arguments: str) -> Any:
+    """`value`. OptionError if it is neither None nor can be called, with these arguments."""
+    if value is not None and not callable(value):
+        raise OptionError(f"{name} is called with {arguments}, got {type(value).__name__} {value!r:.60}")
     return value
 
 

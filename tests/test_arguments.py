@@ -15,6 +15,7 @@ import rlx
 from rlx.errors import BindingError, GraphError, OptionError, RlxError, ShapeError, TransferError
 
 F = np.float32
+SURE = rlx.models.Sampling()
 X, W, STATE = np.ones((2, 4), F), np.ones((4, 3), F), np.zeros((2, 3), F)
 
 
@@ -164,6 +165,57 @@ def test_arguments_of_load(name: str, tmp_path: Path) -> None:
     for odd in ODD:
         try:
             rlx.load(path, **{name: odd})
+        except RlxError as e:
+            assert len(str(e)) > 20, (name, odd)
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> rlx.models.LanguageModel:
+    for package in ("torch", "transformers"):
+        pytest.importorskip(package)
+    from small_models import talker
+
+    talker(folder := tmp_path_factory.mktemp("talker"))
+    return rlx.models.LanguageModel(folder, capacity=16)
+
+
+def answer(m: rlx.models.LanguageModel, **how: Any) -> Any:
+    return m.generate([1], **{"max_new_tokens": 1, **how})
+
+
+OF_MODELS: dict[str, Callable[[rlx.models.LanguageModel, Any], Any]] = {
+    "Chat": lambda m, x: rlx.models.Chat(x), "system": lambda m, x: rlx.models.Chat(m, x),
+    "on_text": lambda m, x: rlx.models.Chat(m, on_text=x), "option": lambda m, x: rlx.models.Chat(m, temperature=x),
+    "ask": lambda m, x: rlx.models.Chat(m).ask(x), "executable": lambda m, x: m.executable(x),
+    "executable steps": lambda m, x: m.executable(1, x), "memory": lambda m, x: m.memory(x),
+    "memory steps": lambda m, x: m.memory(1, x), "chunk_size": lambda m, x: m.chunk_size(x, 8),
+    "room": lambda m, x: m.chunk_size(1, x), "graph": lambda m, x: m.graph(x), "all_logits": lambda m, x: m.graph(1, x),
+    "graph steps": lambda m, x: m.graph(1, steps=x), "compile": lambda m, x: m.compile(x), "step": lambda m, x: m.step(x),
+    "partitioned": lambda m, x: m.partitioned(x), "use_handles": lambda m, x: m.use_handles(x),
+    "held": lambda m, x: m.held(x), "decoding": lambda m, x: m.decoding(x, 0),
+    "seed of decoding": lambda m, x: m.decoding(SURE, x),
+    "reuse of decoding": lambda m, x: m.decoding(SURE, 0, x),
+    "prompt": lambda m, x: answer(m) and m.generate(x, max_new_tokens=1),
+    **{name: lambda m, x, name=name: answer(m, **{name: x}) for name in ("stop", "ends", "seed", "on_text", "reuse", "top_k")},
+    "sizes": lambda m, x: m.save("x.rlx", x), "sampling": lambda m, x: m.save("x.rlx", [1], x),
+    "weights": lambda m, x: m.save("x.rlx", [1], (), x), "save": lambda m, x: m.save(x, [1], ()),
+    "beam_search": lambda m, x: rlx.models.beam_search(m, x, beams=1, max_new_tokens=1),
+    "beams": lambda m, x: rlx.models.beam_search(m, [1], beams=x, max_new_tokens=1),
+    "ends of beams": lambda m, x: rlx.models.beam_search(m, [1], beams=1, max_new_tokens=1, ends=x),
+    "model of beams": lambda m, x: rlx.models.beam_search(x, [1], beams=1, max_new_tokens=1),
+    "encode": lambda m, x: m.codec.encode(x), "decode": lambda m, x: m.codec.decode(x),
+    "tokens": lambda m, x: m.codec.decode([x]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_MODELS)
+def test_what_language_models_are_asked_for(
+    talker: rlx.models.LanguageModel, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for odd in ODD:
+        try:
+            OF_MODELS[name](talker, odd)
         except RlxError as e:
             assert len(str(e)) > 20, (name, odd)
 

@@ -327,6 +327,18 @@ def test_options_are_checked_before_any_file_is_read(
     assert says in said and said.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("line", ["generate MODEL hi --record-experts there", "embed hi --output there", "save MODEL there"])
+def test_folders_and_files_that_refuse_writing_are_found_before_any_file_is_read(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for refusing in (".", "there"):
+        monkeypatch.setattr(os, "access", lambda path, how, refusing=refusing: how != os.W_OK or str(path) != refusing)
+        assert exit_code(*line.split()) == 1
+        assert capsys.readouterr().err == "rlx: cannot write there: the system permits no writing there\n"
+        (tmp_path / "there").touch()
+
+
 def test_wrong_usage_is_found_before_any_file_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(*"moe simulate MODEL --budget 8 --resident-rate 0".split()) == 2
     assert "Invalid value" in capsys.readouterr().err

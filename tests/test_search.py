@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlx.cli.main import run
-from rlx.errors import ModelError, OptionError
+from rlx.errors import ModelError, OptionError, RlxError
 from rlx.frontends import search as module
 from rlx.frontends.search import INDEX, TextIndex, passages
 from rlx.frontends.weights import read_file
@@ -94,11 +94,28 @@ def test_the_best_passages(folder):
     assert index.search("forest")[0].path == "deep/er/c.py" and len(index.search("cheese", top=100)) == len(index)
     scores = [f.score for f in index.search("engine", top=100)]
     assert scores == sorted(scores, reverse=True)
-    assert [f.path for f in index.search("dog", patterns=["*.md"])] == ["deep/b.md"]
+    assert [f.path for f in index.search("dog", patterns=iter(["*.md"]))] == ["deep/b.md"]
+    (folder / "new.txt").write_text("dog")
+    assert index.update(iter(["*.md"])).new == 0 and index.update(iter(["*.txt", "*.none"])).new == 1
     with pytest.raises(OptionError, match="empty query"):
         index.search(" ")
     with pytest.raises(OptionError, match="top"):
         index.search("dog", top=0)
+
+
+ODD = [None, 0.5, b"x", "\ud800", {"a": 1}, [5], np.zeros(3), np.array(None), slice(1, 2)]
+
+
+@pytest.mark.parametrize("call", [
+    lambda index, x: TextIndex(x, Words()), lambda index, x: TextIndex(index.folder, x), lambda index, x: index.search(x),
+    lambda index, x: index.search("dog", x), lambda index, x: index.search("dog", patterns=x),
+    lambda index, x: index.update(x), lambda index, x: index.update(progress=0 if x is None else x),
+])  # fmt: skip
+def test_arguments_of_wrong_type_are_refused(folder, call):
+    index, _, _ = updated(folder)
+    for odd in ODD:
+        with pytest.raises(RlxError):
+            call(index, odd)
 
 
 def test_only_what_changed_is_embedded(folder):
@@ -297,7 +314,7 @@ def test_in_a_process_of_its_own(notes):
     "args, code, said",
     [
         (["no-such-folder", "x"], 1, "no-such-folder is not a folder"),
-        (["FOLDER", " "], 1, "an empty query"),
+        (["FOLDER", " ", "--model", "no-such-model"], 1, "an empty query"),  # before the model is opened
         (["FOLDER", "x", "--glob", "*.none"], 1, "has no text to search in files that match"),
         (["FOLDER", "x", "--top", "0"], 2, "top"),
         (["FOLDER", "x", "--model", "no-such-model"], 1, "no-such-model is not a folder"),

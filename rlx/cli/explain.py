@@ -9,6 +9,7 @@ import typer
 
 from rlx.cli import options as o
 from rlx.cli.progress import Bars
+from rlx.errors import Unsupported, check_writable
 
 if TYPE_CHECKING:
     from rlx.explain.profile import Profile
@@ -53,10 +54,9 @@ def explain(
 
         rlx explain path/to/folder --tokens 128 --context 0 --report report.json
     """
-    o.check_writable(output, report, trace)
+    check_writable(output, report, trace)
     from rlx.cli.generate import open_model
     from rlx.cli.run import open_onnx, sizes_of
-    from rlx.errors import Unsupported
     from rlx.explain.profile import timed, write_trace
     from rlx.frontends.embedding import default_folder
     from rlx.frontends.hub import model_path

@@ -13,7 +13,7 @@ import typer
 
 from rlx.cli import options as o
 from rlx.cli.progress import Bars
-from rlx.errors import OptionError, RlxError
+from rlx.errors import OptionError, RlxError, check_writable
 
 if TYPE_CHECKING:
     from rlx.driver import SymmetricTransport
@@ -63,7 +63,7 @@ def generate(
     from rlx.frontends.generate import Generator, prepare
     from rlx.runtime import connect, of_first
 
-    o.check_writable(trace)
+    check_writable(trace)
     experts = expert_options(expert_budget, expert_policy, expert_profile, record_experts)
     how = answer_options(max_new_tokens, stop, seed, temperature, top_k, top_p, min_p, repetition_penalty)
     transport = connect()  # with several ranks, only the first one prints
@@ -205,7 +205,7 @@ def expert_options(budget: str | None, policy: str | None, profile: Path | None,
     """The arguments of LanguageModel that only models with experts take, checked."""
     from rlx.frontends.experts import placed
 
-    o.check_writable(record)
+    check_writable(record)
     placed(budget, policy, profile)
     return {"expert_budget": budget, "expert_policy": policy, "expert_profile": profile, "record_experts": record}
 

@@ -25,7 +25,7 @@ from rlx.cli.run import run as run_model
 from rlx.cli.save import save
 from rlx.cli.search import search
 from rlx.cli.verify import verify
-from rlx.errors import RlxError
+from rlx.errors import RlxError, check_writable
 from rlx.knobs import drop_columns
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def embed(
 
         rlx embed --model path/to/folder --threads 2 --stats "Hello"
     """
-    o.check_writable(output, trace)
+    check_writable(output, trace)
     lines = list(texts or []) + (_read_lines(file) if file is not None else [])
     if not lines:
         raise typer.BadParameter("nothing to embed: give texts, or --file", param_hint="TEXT")

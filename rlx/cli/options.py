@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlx.errors import OptionError, RlxError
+from rlx.errors import OptionError
 
 if TYPE_CHECKING:
     from rlx.cli.progress import Bars
@@ -71,15 +71,6 @@ Trace = Annotated[
     Path | None,
     typer.Option(help="Measure the steps of a run, and write them to this JSON file for ui.perfetto.dev.", show_default=False),
 ]
-
-
-def check_writable(*paths: Path | None) -> None:
-    """RlxError, before the work rather than after it, if a file cannot be written there."""
-    for path in filter(None, paths):
-        if not path.parent.is_dir():
-            raise RlxError(f"cannot write {path}: there is no folder {path.parent}")
-        if path.is_dir():
-            raise RlxError(f"cannot write {path}: it is a folder")
 
 
 def given(context: typer.Context, name: str) -> bool:

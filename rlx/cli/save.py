@@ -10,7 +10,7 @@ import typer
 
 from rlx.cli import options as o
 from rlx.cli.progress import Bars
-from rlx.errors import OptionError, Unsupported
+from rlx.errors import OptionError, Unsupported, check_writable
 
 
 def save(
@@ -42,7 +42,7 @@ def save(
 
         rlx save path/to/folder encoder.rlx --shape 1x16 --shape 8x64 && rlx embed --model encoder.rlx "Hello"
     """
-    o.check_writable(file)
+    check_writable(file)
     from rlx.cli.generate import open_model
     from rlx.frontends.hub import model_path
     from rlx.ir.shown import sized

@@ -40,8 +40,9 @@ def search(
 
         rlx search src "where are sizes of files checked" --glob "*.py" --top 10
     """
-    from rlx.frontends.search import TextIndex, checked_folder
+    from rlx.frontends.search import TextIndex, checked_folder, checked_query
 
+    checked_query(query)
     with Bars() as bars:
         index = TextIndex(checked_folder(folder), o.open_encoder(model, bars, device, threads, tune))
         try:

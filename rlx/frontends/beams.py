@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from rlx.errors import OptionError, whole
-from rlx.frontends.generate import Model, Prompt, TextDecoder, prompt_tokens
+from rlx.frontends.generate import Model, Prompt, TextDecoder, end_tokens, prompt_tokens
 
 
 class BranchingModel(Model, Protocol):
@@ -50,7 +50,7 @@ def beam_search(
 
     Resets the model's state. OptionError: an invalid number, or one that exceeds the model's capacity.
     """
-    ids, state, stop = prompt_tokens(model, prompt), model.handles, frozenset(model.codec.ends if ends is None else ends)
+    ids, state, stop = prompt_tokens(model, prompt), model.handles, end_tokens(model, ends)
     beams, max_new_tokens = whole("beams", beams, 1), whole("max_new_tokens", max_new_tokens, 1)
     if type(length_penalty) not in (int, float) or not -100 <= length_penalty <= 100:
         raise OptionError(f"length_penalty is a number from -100 to 100, got {length_penalty!r}")

@@ -23,6 +23,8 @@ class Chat(Shown):
         """`system`: instructions that stand before the first message. `options`: those of Generator, for every answer.
 
         ModelError: the model has no chat template."""
+        if not isinstance(model, LanguageModel):
+            raise OptionError(f"a Chat is with a LanguageModel, got {type(model).__name__}")
         if model.codec.chat_template is None:
             raise ModelError(f"{model.path} has no chat template: it continues text, and was not trained to chat")
         self.model, self._system, self._on_text, self._options = model, system, on_text, options

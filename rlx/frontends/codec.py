@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rlx.errors import CorruptFileError
+from rlx.errors import CorruptFileError, InputDTypeError, flag
 from rlx.frontends.gguf import GgufFile, build_tokenizer
 from rlx.frontends.text import IDS, checked, read_tokenizer
 from rlx.frontends.weights import read_json
@@ -36,11 +36,14 @@ class TextCodec:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Ids of a text. `special`: add the tokens that the model expects around every text (a rendered template has them)."""
-        return self._tokenizer.encode(checked(text, "the prompt"), add_special_tokens=special).ids
+        return self._tokenizer.encode(checked(text, "the prompt"), add_special_tokens=flag("special", special)).ids
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        """The text of `ids`. `special`: include tokens such as "<|end|>"."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)
+        """The text of `ids`. `special`: include tokens such as "<|end|>". InputDTypeError: they are no ids."""
+        try:
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)
+        except (TypeError, ValueError, OverflowError):
+            raise InputDTypeError(f"decode takes a list of token ids, got {ids!r:.60}") from None
 
 
 def folder_codec(folder: str | Path) -> TextCodec:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlx.errors import CorruptFileError, InputDTypeError, ModelError, OptionError, Unsupported, known, whole
+from rlx.errors import CorruptFileError, InputDTypeError, ModelError, OptionError, Unsupported, called, flag, items, known, whole
 from rlx.forks import Lock
 from rlx.frontends.hub import model_path
 from rlx.frontends.models import bert
@@ -114,9 +114,8 @@ class EmbeddingModel(Shown):
 
         `progress(done, total)` is called after every batch. Raises InputDTypeError if a text is not a str.
         """
-        if isinstance(texts, str):
-            raise InputDTypeError("embed() takes a list of texts; for one text pass [text]")
-        batch_size = whole("batch_size", batch_size, 1)
+        texts = items("embed() takes a list of texts; for one text pass [text]", texts, InputDTypeError)
+        batch_size, progress = whole("batch_size", batch_size, 1), called("progress", progress, "(done, total)")
         with self._lock:
             with self.seconds.spent("tokenize"):
                 tokens = self._tokenizer(texts)
@@ -173,15 +172,17 @@ class EmbeddingModel(Shown):
 
         longest = self.max_length
         lengths = (*(n for n in SAVED_LENGTHS if n < longest), longest)
-        wanted = [(rows, n) for rows in SAVED_ROWS for n in lengths] if shapes is None else list(shapes)
-        if not wanted or any(whole("rows", r, 1) < 1 or not 1 <= whole("tokens", n, 1) <= longest for r, n in wanted):
-            raise OptionError(f"shapes are (rows, tokens) of 1 to {longest} tokens, got {wanted!r:.80}")
+        said = f"shapes are a list of (rows, tokens), of 1 to {longest} tokens"
+        given = items(said, shapes, OptionError) if shapes is not None else [(rows, n) for rows in SAVED_ROWS for n in lengths]
+        wanted = [tuple(whole("rows and tokens", n, 1) for n in items(said, shape, OptionError)) for shape in given]
+        if not wanted or any(len(shape) != 2 or shape[1] > longest for shape in wanted):
+            raise OptionError(f"{said}; got {wanted!r:.80}")
         if self.ranks > 1:
             raise Unsupported("a model that several ranks share cannot be saved: save it on one rank")
         with self._lock:
             graphs = {f"{rows}x{n}": self._compile(rows, n)[0] for rows, n in dict.fromkeys(wanted)}
         about = {"config": asdict(self.config), "lower": self._tokenizer.lower, "max_length": longest, "shapes": wanted}
-        about |= {} if weights else reference(self.folder, weight_files(self.folder))
+        about |= {} if flag("weights", weights) else reference(self.folder, weight_files(self.folder))
         content = {"tokenizer": self._tokenizer.to_json()}
         return save(path, graphs, weights=weights, facts={"kind": ENCODER, "model": about}, sections=content)
 

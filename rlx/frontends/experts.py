@@ -9,7 +9,7 @@ from os import PathLike
 
 import numpy as np
 
-from rlx.errors import OptionError, Unsupported, as_path
+from rlx.errors import OptionError, Unsupported, as_path, check_writable
 from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.models.decoder import DecoderConfig
 from rlx.runtime import CompiledGraph, ExpertPool, ExpertSource, MemoryPlan
@@ -43,6 +43,7 @@ class ModelExperts:
         self.guesses = record is not None or (policy_of(self._policy).guesses and budget is not None)
         self._profile, self._model = profile, model
         self._record = None if record is None else as_path(record, "record_experts")
+        check_writable(self._record)
         self._writer: TraceWriter | None = None
         self.pool: ExpertPool | None = None
 

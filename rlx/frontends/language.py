@@ -23,7 +23,7 @@ from rlx.frontends.generate import Generator, Prompt
 from rlx.frontends.hub import model_path
 from rlx.frontends.models.decoder import build
 from rlx.frontends.parallel import decoder_marks, shared_session, together
-from rlx.frontends.sampling import Sampling, beginning, checked_tokens
+from rlx.frontends.sampling import Sampling, beginning, checked_how, checked_seed, checked_steps, checked_tokens
 from rlx.frontends.seconds import Seconds
 from rlx.frontends.weights import reference, weight_files
 from rlx.ir.graph import Graph
@@ -34,7 +34,7 @@ from rlx.runtime.session import with_more
 
 from rlx.errors import (  # isort: skip
     BindingError, CorruptFileError, IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError, Unsupported,
-    known, whole,
+    called, flag, items, known, whole,
 )  # fmt: skip
 from rlx.runtime import (  # isort: skip
     CompiledGraph, CompileOptions, ExpertPool, ExpertTiers, HandleStore, ParamStore, Partitioned, Session, SymmetricTransport,
@@ -92,8 +92,6 @@ class LanguageModel(Shown):
         """
         self.seconds = Seconds()  # time spent, by phase
         self._session, self._options = shared_session(session, transport), with_more(options)
-        if progress is not None and not callable(progress):
-            raise OptionError(f"progress is called with (done, total), got {type(progress).__name__} {progress!r:.60}")
         if not isinstance(cache, str) or cache not in CACHES:
             raise OptionError(f"cache={cache!r:.60}: choose one of {known(CACHES)}")
         self.path, self.batch = model_path(path), whole("batch", batch, 1)
@@ -109,7 +107,7 @@ class LanguageModel(Shown):
         self.cache, self.ladder = cache, LADDER
         self.params: ParamStore | None = None  # shared by every graph
         self.handles = HandleStore()  # the state; also shared by every graph
-        self._progress = progress
+        self._progress = called("progress", progress, "(done, total)")
         how = expert_budget, expert_policy, expert_profile, record_experts
         self._experts = ModelExperts(self.config, self.path.name, *how)
         self.splits: dict[str, Split] = {}  # split of params and states among ranks
@@ -189,8 +187,9 @@ class LanguageModel(Shown):
         last = self._answer
         if last is None or last.store is not self.handles:
             return 0
-        most = min(self.position, len(prompt) - 1)
-        differ = last.ids[:most] != np.asarray(prompt[:most])
+        ids = self._checked(prompt)[0]
+        most = min(self.position, len(ids) - 1)
+        differ = last.ids[:most] != ids[:most]
         return int(differ.argmax()) if differ.any() else most
 
     def agreed(self, seed: int, *call: object) -> int:
@@ -252,18 +251,22 @@ class LanguageModel(Shown):
         `sizes`: tokens of a chunk to compile, 1 included; None: all that the capacity holds. `sampling`: settings to compile for;
         after a load, other values of the same fields can be used. Temperature 0 is always there. `weights` False: the file names
         the model's weight files, with their checksums, and a load reads them."""
-        ladder = tuple(n for n in self.ladder if n <= self.capacity) if sizes is None else tuple(sorted({1, *sizes}))
-        if extra := [n for n in ladder if n not in self.ladder or n > self.capacity]:
-            raise OptionError(f"sizes are some of {known(n for n in self.ladder if n <= self.capacity)}, got {extra[0]!r}")
+        ladder = tuple(n for n in self.ladder if n <= self.capacity)
+        if sizes is not None:
+            given = {whole("a size", n) for n in items(f"sizes are some of {known(ladder)}", sizes, OptionError)}
+            if extra := given - set(ladder):
+                raise OptionError(f"sizes are some of {known(ladder)}, got {min(extra)}")
+            ladder = tuple(sorted({1, *given}))
         if self.ranks > 1:
             raise Unsupported("a model that several ranks share cannot be saved: save it on one rank")
-        how = list(dict.fromkeys([None, (), *(s.steps for s in sampling)] if self.batch == 1 else [None]))
+        kinds = [checked_how(s).steps for s in items("sampling is a list of rlx.models.Sampling(...)", sampling, OptionError)]
+        how = list(dict.fromkeys([None, (), *kinds] if self.batch == 1 else [None]))
         graphs = {program_name(n, steps): self.executable(n, steps) for n in ladder for steps in how}
         about = {"config": asdict(self.config), "batch": self.batch, "capacity": self.capacity, "cache": self.cache}
         about |= {"ladder": ladder, "sampling": how}
         about |= {"ends": None} if (codec := self._codec_if_any()) is None else codec.described()
         content = {} if codec is None else {"tokenizer": codec.to_json()}
-        if not weights:
+        if not flag("weights", weights):
             config = [self.path / "config.json"] if self.path.is_dir() else []
             about |= reference(self.path, [*config, *weight_files(self.path)]) | {"weights": self.checkpoint.weights}
         return save(path, graphs, weights=weights, facts={"kind": DECODER, "model": about}, sections=content)
@@ -279,6 +282,7 @@ class LanguageModel(Shown):
     def chunk_size(self, tokens: int, room: int) -> int:
         """The chunk size (from the ladder) for the next of `tokens` tokens, with `room` free positions: the smallest that
         holds all of them, unless more than half of it would be padding; a few tokens cost little more than one."""
+        tokens, room = whole("tokens", tokens, 0), whole("room", room, 1)
         rungs = [n for n in self.ladder if n <= min(room, self.capacity)]
         above = next((n for n in rungs if n >= tokens), None)
         if above is not None and (above <= LADDER[1] or 2 * tokens >= above):
@@ -295,16 +299,19 @@ class LanguageModel(Shown):
 
     def whole_graph(self, tokens: int, all_logits: bool = False, steps: Steps = None) -> Graph:
         """The same graph, before it is partitioned among ranks."""
-        how = self.checkpoint.formats, all_logits, self.cache, steps, self._experts.guesses
-        return build(self.config, self.batch, tokens, self.capacity, *how)
+        how = self.checkpoint.formats, flag("all_logits", all_logits), self.cache, checked_steps(steps), self._experts.guesses
+        return build(self.config, self.batch, whole("tokens", tokens, 1), self.capacity, *how)
 
     def partitioned(self, graph: Graph) -> Partitioned:
         """Partition a whole graph over this model's weights and state for its ranks; `.report` lists their communication."""
+        if not isinstance(graph, Graph):
+            raise OptionError(f"partitioned takes a Graph, got {type(graph).__name__}")
         return partition(graph, decoder_marks(graph, self.config, self.ranks, self.checkpoint.block), self.ranks)
 
     def executable(self, tokens: int, steps: Steps = None) -> CompiledGraph:
         """The executable for a chunk of `tokens` tokens, cached or compiled now. It returns logits or, with `steps`
         (Sampling.steps), the next token."""
+        tokens, steps = whole("tokens", tokens, 1), checked_steps(steps)
         with self._lock:
             if (tokens, steps) not in self._compiled:
                 self._compiled[tokens, steps] = self._made(tokens, steps)
@@ -402,7 +409,8 @@ class Decoding:
     is a run without inputs: it reads its token from the state that the previous run wrote. The host reads one number."""
 
     def __init__(self, model: LanguageModel, how: Sampling, seed: int, reuse: bool = False) -> None:
-        self._model, self._how, self._steps, self._seed, self._reuse = model, how, how.steps, seed, reuse
+        self._model, self._how, self._steps = model, checked_how(how), how.steps
+        self._seed, self._reuse = checked_seed(seed), flag("reuse", reuse)
         # Prompt and answer, of which the state `store` has the first `position`: an array, as a step allocates nothing
         self.ids = np.zeros(model.capacity + 1, np.int32)
         self.store, self.reused, self._count = model.handles, 0, 0

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import rlx.ir.ops as ops
-from rlx.errors import NumericsError, OptionError
+from rlx.errors import NumericsError, OptionError, known
 from rlx.ir.dtype import DTYPES
 from rlx.ir.graph import Graph, Value
 from rlx.ir.handle import BufferHandle
@@ -144,6 +144,22 @@ def beginning(how: Sampling, seed: int, seen: Any, batch: int, vocab: int) -> di
     mask[:, np.asarray(seen, np.int64)] = True
     numbers = {f"sampling.{name}": np.array(getattr(how, name), np.float32) for name in how.steps}
     return {**numbers, "seen": mask, "random.key": seed_key(seed), "random.counter": np.zeros((), np.uint32)}
+
+
+def checked_how(how: Any) -> Sampling:
+    if not isinstance(how, Sampling):
+        raise OptionError(f"settings of sampling are rlx.models.Sampling(...), got {type(how).__name__} {how!r:.60}")
+    return how
+
+
+def checked_steps(steps: Any) -> tuple[str, ...] | None:
+    """`steps`. OptionError: they are neither Sampling.steps nor None."""
+    try:
+        if steps is None or (isinstance(steps, tuple) and LIMITS.keys() >= set(steps)):
+            return steps
+    except TypeError:  # elements without a hash
+        pass
+    raise OptionError(f"steps are a tuple of some of {known(LIMITS)}, as Sampling.steps, or None; got {steps!r:.60}")
 
 
 def checked_tokens(tokens: np.ndarray, vocab: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rlx.errors import CorruptFileError, ModelError, OptionError, whole
+from rlx.errors import CorruptFileError, ModelError, OptionError, as_path, called, items, utf8, whole
 from rlx.frontends.weights import read_file
 from rlx.ir.shown import Shown, counted
 
@@ -84,9 +84,16 @@ class Changes:
 
 def checked_folder(folder: str | Path) -> Path:
     """ModelError: it is not a folder."""
-    if not Path(folder).is_dir():
+    if not (found := Path(as_path(folder, "the folder to search"))).is_dir():
         raise ModelError(f"{folder} is not a folder; search takes a folder of text files")
-    return Path(folder)
+    return found
+
+
+def checked_query(query: str) -> str:
+    """OptionError: it is no text, or has nothing to search for."""
+    if not utf8("a query is text", query, OptionError).strip():
+        raise OptionError("an empty query finds nothing: say what to search for")
+    return query
 
 
 class TextIndex(Shown):
@@ -96,6 +103,8 @@ class TextIndex(Shown):
         """Reads the index file of an earlier update, if there is one for this model. ModelError: not a folder."""
         self.folder, self.model = checked_folder(folder), model
         self.path = self.folder / INDEX
+        if not hasattr(model, "embed"):
+            raise OptionError(f"passages are embedded by an EmbeddingModel, got {type(model).__name__}")
         self._probes = _unit(model.embed(PROBES))
         self._files: dict[str, _File] = {}
         self.why = ""  # the reason why nothing was read
@@ -115,6 +124,7 @@ class TextIndex(Shown):
         paths): only files that match one are looked at. `progress(done, total)` counts bytes of files.
 
         An update that is interrupted keeps what it has finished. OSError: the index file cannot be written."""
+        patterns, say = _patterns(patterns), called("progress", progress, "(done, total)") or (lambda done, total: None)
         present, skipped = _walk(self.folder)
         changes = Changes(skipped=skipped, why=self.why)
         gone = self._files.keys() - present.keys()
@@ -123,7 +133,6 @@ class TextIndex(Shown):
             del self._files[path]
         todo = [p for p in present if _matches(p, patterns) and (p not in self._files or self._files[p].stat != present[p])]
         total, done = sum(size for p in todo if (size := present[p].size) <= LARGEST), 0
-        say = progress or (lambda done, total: None)
         try:
             group: dict[str, _Text] = {}
             for path in todo:
@@ -154,10 +163,9 @@ class TextIndex(Shown):
 
     def search(self, query: str, top: int = 5, patterns: Iterable[str] = ()) -> list[Found]:
         """The passages that are closest to the query, best first."""
-        if not query.strip():
-            raise OptionError("an empty query finds nothing: say what to search for")
+        patterns = _patterns(patterns)
         whole("top", top, 1)
-        query_vector = _unit(self.model.embed([query]))[0]
+        query_vector = _unit(self.model.embed([checked_query(query)]))[0]
         files = [(path, f) for path, f in sorted(self._files.items()) if len(f.spans) and _matches(path, patterns)]
         scores = [f.vectors.astype(np.float32) @ query_vector for _, f in files]
         every = np.concatenate([np.zeros(0, np.float32), *scores])
@@ -236,8 +244,12 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
 
-def _matches(path: str, patterns: Iterable[str]) -> bool:
-    patterns = list(patterns)
+def _patterns(given: Iterable[str]) -> list[str]:
+    found = items("patterns are a list of texts, as ['*.md']", given, OptionError)
+    return [utf8("a pattern is text, as '*.md'", p, OptionError) for p in found]
+
+
+def _matches(path: str, patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatch(path, p) or fnmatch(path.rpartition("/")[2], p) for p in patterns)
 
 

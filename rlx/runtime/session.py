@@ -16,7 +16,7 @@ from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
-from rlx.errors import CompileError, OptionError, OutOfMemoryError, known, whole
+from rlx.errors import CompileError, OptionError, OutOfMemoryError, called, known, whole
 from rlx.garbage import Uncollected
 from rlx.ir.cost import program_work
 from rlx.ir.graph import Graph
@@ -48,9 +48,7 @@ class Session(Shown):
         graphs in the same order."""
         self.device = Device.parse(device)
         self.threads = None if threads is None else whole("threads", threads, 1)
-        self._progress, self.transport = progress, transport
-        if progress is not None and not callable(progress):
-            raise OptionError(f"progress is called with (done, total, step), got {type(progress).__name__} {progress!r:.60}")
+        self._progress, self.transport = called("progress", progress, "(done, total, step)"), transport
         if transport is not None and not isinstance(transport, SymmetricTransport):
             raise OptionError(f"transport is a SymmetricTransport, got {type(transport).__name__}")
         self._backend = backend_of(self.device)
