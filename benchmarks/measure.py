@@ -15,6 +15,8 @@ from pathlib import Path
 from rlx.backends.cpu.roofline import Call, dot_call, fma_call, read_call
 from rlx.backends.cpu.target import host_target
 
+SETTLED = 0.03  # seconds; OpenBLAS's idle workers spin for 20 ms, those of other libraries for a few
+
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 
 __all__ = ["DOCUMENT", "Call", "append", "dot_call", "fma_call", "header", "interleaved", "read_call", "share", "table"]
@@ -25,7 +27,8 @@ def interleaved(calls: Mapping[str, Call], rounds: int = 9, seconds: float = 0.0
 
     With one thread it is the CPU time of the calling thread, which excludes other programs on the same core (they made the wall
     time of one loop of multiply-adds vary fourfold). With more threads it has to be wall time: run those on a quiet machine,
-    and see `share`. Calls must do their work in the calling thread when `threads` is 1."""
+    and see `share`; before each turn the workers of the one before come to rest: they would take a core. Calls must do their work
+    in the calling thread when `threads` is 1."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     repeats: dict[str, int] = {}
     for name, call in calls.items():
@@ -36,6 +39,9 @@ def interleaved(calls: Mapping[str, Call], rounds: int = 9, seconds: float = 0.0
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
+            if threads > 1:
+                time.sleep(SETTLED)
+                call()
             start = clock()
             for _ in range(repeats[name]):
                 call()
