@@ -339,6 +339,22 @@ def test_folders_and_files_that_refuse_writing_are_found_before_any_file_is_read
         (tmp_path / "there").touch()
 
 
+@pytest.mark.parametrize(("line", "code", "says"), [
+    ("embed --file - <&-", 2, "nothing to embed"), ("generate nowhere - <&-", 1, "rlx: nowhere is neither a folder"),
+    ("devices >&-", 0, ""), ("devices >&- 2>&-", 0, ""), ("generate nowhere hi >&- <&-", 1, "rlx: nowhere is neither a folder"),
+])  # fmt: skip
+def test_closed_streams_are_empty(line: str, code: int, says: str) -> None:
+    command = ["sh", "-c", f"'{sys.executable}' -m rlx {line}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    assert done.returncode == code and says in done.stderr and "Traceback" not in done.stderr and not done.stdout
+
+
+def test_no_word_is_lost_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    for command in ("devices", "knobs"):
+        assert exit_code(command) == 0 and "…" not in capsys.readouterr().out
+
+
 def test_wrong_usage_is_found_before_any_file_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(*"moe simulate MODEL --budget 8 --resident-rate 0".split()) == 2
     assert "Invalid value" in capsys.readouterr().err

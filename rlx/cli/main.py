@@ -43,6 +43,9 @@ PROGRESS_TEXTS = 200  # from this many texts on, they have a progress bar
 
 def run(argv: list[str] | None = None) -> None:
     """Entry point. Exit code 0: success; 1, with one line on stderr: an error of rlx or of the file system; 2: wrong usage."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the caller, as by `>&-`
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  for as long as the process runs
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for characters outside the terminal's encoding

@@ -81,13 +81,13 @@ def devices() -> None:
     """Every device, with the reason if it is not usable here."""
     from rlx.backends import available, get
 
-    table = Table("device", "usable here")
+    rows = []
     for name, reason in available().items():
         kind, _, index = name.partition(":")
         title = getattr(get(kind), "title", None) if reason is None else None
         yes = f"yes: {title(int(index))}" if title else "yes"
-        table.add_row(name, _plain(yes if reason is None else f"no: {reason}"))
-    _out.print(table)
+        rows.append((name, yes if reason is None else f"no: {reason}"))
+    table("", ("device", "usable here"), rows)
 
 
 def cache(clear: bool) -> None:
@@ -113,7 +113,5 @@ def knobs() -> None:
     """Every environment variable that rlx reads, with its value."""
     from rlx.knobs import KNOBS
 
-    table = Table("variable", "value", "default", "what it does")
-    for knob in KNOBS:
-        table.add_row(knob.env, _plain(str(knob.get())), _plain(str(knob.default)), _plain(knob.help))
-    _out.print(table)
+    rows = [(knob.env, str(knob.get()), str(knob.default), knob.help) for knob in KNOBS]
+    table("", ("variable", "value", "default", "what it does"), rows)
