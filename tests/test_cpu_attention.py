@@ -15,6 +15,7 @@ from rlx.backends.cpu.kernels import attention_vectors
 from rlx.backends.cpu.kernels.attention import claim, render
 from rlx.backends.cpu.target import host_target, target_for
 from rlx.errors import IndexRangeError
+from rlx.host.emit import Emitter, V
 from rlx.host.jit import compile_object, load
 from rlx.host.processor import host_features, missing_features
 from rlx.ir import ops
@@ -586,6 +587,38 @@ def test_a_cache_that_is_fetched_ahead(shape, dtype, monkeypatch):
     for start in {0, min(100, last), last}:
         got = attend(q, k, v, starting(start), mask="causal", positioned=True)
         check(got, in_cache(q, k, v, starting(start), mask="causal"), TOLERANCE[dtype])
+
+
+@linux
+def test_the_lines_that_are_fetched_ahead(monkeypatch):
+    """Of 129 keys that are seen, in blocks of 65 and 64: all values; keys of the second block, and of the first one where the
+    thread has had another head before. A block fetches as many keys as it has itself, so one too few or too many."""
+    log, placed_at = np.zeros(1 << 16, np.int64), []
+
+    def logged(e, address, level=1):
+        count = V(f"inttoptr (i64 {log.ctypes.data} to ptr)", "ptr")
+        have = e.bin("add", e.load("i64", count, 8), 1)
+        e.store(have, count, 8)
+        e.store(e.convert("ptrtoint", address, "i64"), e.gep(count, e.bin("mul", have, 8)), 8)
+
+    def noted(*args):
+        placed_at.append(guarded(*args))
+        return placed_at[-1]
+
+    monkeypatch.setattr(Emitter, "prefetch", logged)
+    monkeypatch.setattr(attention_vectors, "fetches_ahead", lambda features: True)
+    monkeypatch.setattr(sys.modules[__name__], "placed", noted)
+    heads, keys, size = 4, 512, 64
+    attend(*operands(1, 2 * heads, heads, 1, keys, size), starting(128), mask="causal", positioned=True)
+    for operand in (1, 2):
+        rows = (log[1 : log[0] + 1] - placed_at[operand][0].ctypes.data) // (4 * size)
+        for head in range(heads):
+            found = set(rows[rows // keys == head] % keys)
+            if operand == 2:
+                assert found == set(range(129))
+            else:
+                first = range(64) if head in (1, 3) else ()  # the second ones of the two threads
+                assert found == {*first, *range(65, 130)}
 
 
 def test_claim_of_positioned_attention():

@@ -237,7 +237,7 @@ class Emitter:
 
     @contextmanager
     def loop(
-        self, start: int | V, stop: int | V | None, step: int = 1, carried: Sequence[V] = (), nonempty: bool = False
+        self, start: int | V, stop: int | V | None, step: int | V = 1, carried: Sequence[V] = (), nonempty: bool = False
     ) -> Iterator[Loop]:
         """for index in range(start, stop, step), i64. `carried`: initial values of loop-carried variables. The body sets
         loop.next, one value for each. After the loop, loop.results holds the final values. `nonempty`: the caller guarantees at

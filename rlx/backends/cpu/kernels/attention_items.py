@@ -72,16 +72,19 @@ def mask_of(attrs: AttentionAttrs, keys: int) -> Mask:
 
 class Attention(Module):
     """`shared`: query heads that an item has the rows of. `tall`: rows of a block; `blocks`: of a head; `cut`: there may be
-    several. `sums`: layout of the weighted values of a block. `vectors` may be tuned, unless `order` (of additions) changes."""
+    several. `sums`: layout of the weighted values of a block. `vectors` may be tuned, unless `order` (of additions) changes.
+    `fetches`: keys are prefetched while values of a block are read, at last those of the head `upcoming`."""
 
     shared = 1
     cut = True
+    fetches = False
     vectors = 0
     order = 0
     tall: int
     blocks: int
     key_block: int
     sums: Layout
+    upcoming: V
 
     def __init__(self, kernel: Kernel, native: Native, target: Target, tiling: Mapping[str, int]) -> None:
         super().__init__()
@@ -154,6 +157,8 @@ class Attention(Module):
                 rows = e.intrinsic("smin", e.i64(min(self.rows, self.tall)), e.bin("sub", asked, row0))
                 if self.ahead:
                     self._fetched(e, item.index, block)
+                if self.fetches:
+                    self.upcoming = self._upcoming(e, item.index, items, k) if self.parts == 1 else k
                 row = e.bin("add", first, row0)
                 stats, totals, sums = self._block(e, q, k, v, m, row, rows, end, part)
                 with e.loop(0, self.shared) as near:
@@ -179,6 +184,17 @@ class Attention(Module):
         for t, of, columns in ((self.q, head, self.size), (self.k, key_head, self.size), (self.v, key_head, self.width)):
             first, stop = share(e, block, self.rows if t is self.q else self.keys, self.blocks)
             parts.fetch(e, t.at(e, batch, of), t.layout, first, stop, columns)
+
+    def _upcoming(self, e: Emitter, item: V, items: V | int, k: V) -> V:
+        """The keys of the next item, if it is in the thread's own part of the tasks (executor.py), else `k`."""
+        tasks, following = self.tasks(), e.bin("add", item, 1)
+        threads = min(self.threads, tasks)
+        own = e.bin("udiv", e.bin("sub", e.bin("mul", e.bin("add", TASK, 1), threads), 1), tasks)
+        _, last = share(e, own, tasks, threads)
+        _, end = share(e, e.bin("sub", last, 1), items, tasks)
+        head, batch = divided(e, following, self.heads // self.shared)
+        _, key_head = divided(e, e.bin("mul", head, self.shared), self.group)
+        return e.select(e.cmp("slt", following, end), self.k.at(e, batch, key_head), k)
 
     def _first_position(self, e: Emitter, batch: V) -> V:
         """The key position of the first query. A position out of range fails the run, and is clamped."""
@@ -224,8 +240,12 @@ class Attention(Module):
     @contextmanager
     def _key_blocks(self, e: Emitter, low: V, high: V, part: V) -> Iterator[tuple[V, V]]:
         """The loop over blocks of keys, within `part` if the keys are split: (first key, one past the last)."""
-        size = self.key_block
+        size: int | V = self.key_block
         if self.parts == 1:
+            if self.fetches:  # blocks of equal size: as many keys are fetched with the values of a block as the next one has
+                keys = e.bin("sub", high, low)
+                blocks = e.bin("udiv", e.bin("add", keys, size - 1), size)
+                size = e.bin("udiv", e.bin("sub", e.bin("add", keys, blocks), 1), blocks)
             with e.loop(low, high, size, nonempty=True) as at:
                 yield at.index, e.intrinsic("smin", e.bin("add", at.index, size), high)
             return

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial, reduce
 
 from rlx.backends.cpu.kernels.module import step
-from rlx.backends.cpu.kernels.tile import LINE, Layout, halves, lane_mask, load_line
+from rlx.backends.cpu.kernels.tile import LINE, Layout, halves, lane_mask, load_line, prefetch
 from rlx.host import alu
 from rlx.host.emit import Emitter, V, vector
 from rlx.host.math import LN2, LOG2_E, SHIFT, log, polynomial, tanh
@@ -182,12 +182,15 @@ def softmax_wide_function(e: Emitter, scores: V, stats: V, keys: V, rows: int, f
 
 
 def dots_function(
-    e: Emitter, keys: V, query: V, sums: V, out: V,
+    e: Emitter, keys: V, query: V, sums: V, out: V, values: V | None = None, *,
     source: Layout, rows: Layout, to: Layout, height: int, count: int, columns: int, lanes: int, held: bool,
+    beside: tuple[Layout, int] | None = None,
 ) -> None:  # fmt: skip
     """out[r][x] = row r . key x for `height` rows, f32 and padded to whole vectors, and `count` keys, together no more than
     `lanes`. `held`: the rows fit into registers. `sums`: scratch, a vector for each pair. The loop over keys reads them in
-    memory order, which suits the hardware prefetcher; reading several keys in parallel has a third of the speed."""
+    memory order, which suits the hardware prefetcher; reading several keys in parallel has a third of the speed. `beside`: layout
+    of `values`, and bytes of a row of them that are prefetched with each key: few at a time, so that its own loads do not
+    wait."""
     ty, span, line = vector("float", lanes), STRETCH * lanes, Layout(f32, count * lanes, lanes)
 
     def added(key: V, index: V | int, have: int, totals: list[V]) -> list[V]:
@@ -204,6 +207,8 @@ def dots_function(
     whole = 0 if held else columns - columns % span
     with e.loop(0, count) as x:
         key, totals = source.at(e, keys, x.index), [e.const(ty, 0.0)] * height
+        if values and beside:
+            prefetch(e, [beside[0].at(e, values, x.index)], beside[1])
         if whole:
             with e.loop(0, whole, span, carried=totals) as at:
                 at.next = added(key, at.index, span, at.carried)

@@ -14,7 +14,7 @@ from rlx.backends.cpu.kernels import attention_parts as parts
 from rlx.backends.cpu.kernels.attention_items import PART_KEY_BLOCK, Attention, Tensor
 from rlx.backends.cpu.kernels.attention_parts import F32, Mask
 from rlx.backends.cpu.kernels.module import SCRATCH, step
-from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function, transpose_function
+from rlx.backends.cpu.kernels.tile import LINE, Layout, Tile, stage_rows_function, tile_function, transpose_function
 from rlx.host.emit import Emitter, V
 from rlx.host.processor import fetches_ahead
 from rlx.ir.dtype import f32
@@ -104,9 +104,9 @@ class VectorAttention(Attention):
                 self._softmax_narrow(e, m, scores, stats, keys, key0, row0)
                 careful, after = self._own_mask.kind in ("band", "keep"), None
                 if self.fetches:
-                    following = e.bin("add", key0, self.parts * self.key_block)
-                    following = e.select(e.cmp("slt", following, high), following, key0)  # keys that no row sees are not read
-                    after = self.k.layout.at(e, k, following)
+                    following = stop if self.parts == 1 else e.bin("add", key0, self.parts * self.key_block)
+                    more = e.cmp("slt", following, high)  # keys that no row sees are not read
+                    after = e.select(more, *(self.k.layout.at(e, x, row) for x, row in ((k, following), (self.upcoming, low))))
                 self._products(e, *product, rows=e.i64(self.tall), careful=careful, after=after)
             else:
                 hidden = self._masked(e, m, mask, scores, key0, keys, row0, rows, holes)
@@ -148,18 +148,22 @@ class VectorAttention(Attention):
         have, source = self.key_tile, self.near_k
         latest = e.intrinsic("smax", e.bin("sub", end, have), e.i64(0))
         shape = {"height": self.height, "count": have, "columns": self.size, "lanes": self.lanes, "held": self.held}
-        dots = partial(parts.dots_function, source=source, rows=self.query, to=self.scores, **shape)
+        calls = -(-self.tall // self.height)  # with the same keys; each fetches a part of their values
+        part = -(-self.v.layout.byte(0, self.width) // (calls * LINE)) * LINE
+        beside = (self.v.layout, part) if self.fetches else None
+        dots = partial(parts.dots_function, source=source, rows=self.query, to=self.scores, beside=beside, **shape)
         t = Tile(have, self.vectors, self.lanes, self.dots_apart, 0, f32, self.tall)
         tile = partial(tile_function, k=self.size, t=t, from_a=source, from_b=Layout(f32, self.tall))
         with e.loop(key0, stop, have, nonempty=True) as at:
             first = e.intrinsic("smin", at.index, latest)
             here, out = source.at(e, k, first), self.scores.at(e, scores, 0, e.bin("sub", first, key0))
-            if self.fetches:
-                parts.fetch(e, v, self.v.layout, first, e.bin("add", first, have), self.width)
             if self.narrow:
                 with e.loop(0, self.tall, self.height) as row:
                     start = e.intrinsic("smin", row.index, e.i64(self.tall - self.height))
-                    own = self.query.at(e, query, start), e.gep(SCRATCH, self.sums_at), self.scores.at(e, out, start)
+                    own = [self.query.at(e, query, start), e.gep(SCRATCH, self.sums_at), self.scores.at(e, out, start)]
+                    if beside:
+                        call = e.bin("udiv", row.index, self.height)
+                        own.append(step(e, self.v.layout.at(e, v, first), call, part))
                     self.call(e, "dots", dots, here, *own)
             else:
                 self.call(e, "tile", tile, here, query, out)
@@ -221,9 +225,9 @@ class VectorAttention(Attention):
             high = 2
         for vectors in _even_parts(whole, (self.registers - 2) // (high + 1)):
             tail = self.width % self.lanes if column + vectors * self.lanes > self.width else 0
-            share = 0 if after is None or column else self.k.layout.byte(1, 0)  # 0 also if all keys lie in one place
-            fetched = (after,) if after is not None and share else ()
-            t = Tile(high, vectors, self.lanes, 1, tail, f32, self.sums.row, careful, ahead=share)
+            share, key_bytes = 0 if after is None or column else self.k.layout.byte(1, 0), self.k.layout.byte(0, self.size)
+            fetched = (after,) if after is not None and share else ()  # not if all keys lie in one place
+            t = Tile(high, vectors, self.lanes, 1, tail, f32, self.sums.row, careful, ahead=share, ahead_of=key_bytes)
             body = partial(tile_function, t=t, from_a=self.scores, from_b=self.near_v)
             with e.loop(0, rows, high, nonempty=True) as at:
                 a, b = self.scores.at(e, scores, at.index), self.near_v.at(e, values, 0, column)
