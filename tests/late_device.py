@@ -57,6 +57,9 @@ class HiddenMemory:
         self.live.add(block)
         return block
 
+    def allocate_all(self, sizes: list[int]) -> list[HiddenBlock]:
+        return [self.allocate(nbytes) for nbytes in sizes]
+
     def free(self, block: HiddenBlock) -> None:
         self.live.discard(block)
 

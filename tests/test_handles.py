@@ -466,6 +466,26 @@ def test_memory_goes_back_in_any_order(no_cycles: None, order: tuple[int, ...]) 
     assert memory.allocations()["live_bytes"] == before and _open_files() == files
 
 
+def test_states_in_one_area_are_shared_and_freed_each_for_itself(no_cycles: None) -> None:
+    """Together they fill a huge page: each still begins on a page of its own, forks copy-on-write, and counts its own bytes."""
+    before, sizes = memory.allocations()["live_bytes"], [900_000, 1_300_000, 4, memory.OWN_PAGES]
+    wanted = [(f"h{n}", rlx.BufferHandle(f"h{n}", (size,), rlx.u8).shape) for n, size in enumerate(sizes)]
+    store = HandleStore()
+    entries = store.require(wanted, memory.MEMORY)
+    starts = [e.block.address for e in entries]
+    assert all(at % memory.PAGE == 0 for at in starts) and max(starts) - min(starts) < sum(sizes) + 4 * memory.PAGE
+    assert memory.allocations()["live_bytes"] - before == sum(sizes)
+    for number, entry in enumerate(entries, 1):
+        entry.array[...] = number
+    child = store.fork(1)[0]
+    child.entries["h0"].array[-1] = 9  # the last byte in front of the next state's page
+    store.entries["h1"].array[0] = 8
+    assert [e.array[-1] for e in entries] == [1, 2, 3, 4] and child.entries["h1"].array[0] == 2
+    assert [e.array[-1] for e in child.entries.values()] == [9, 2, 3, 4]
+    del store, entries, entry, child
+    assert memory.allocations()["live_bytes"] == before
+
+
 def _open_files() -> int:
     if not sys.platform.startswith("linux"):
         return 0

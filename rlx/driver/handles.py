@@ -62,9 +62,9 @@ class HandleStore:
         if self._memory is not None and self._memory is not memory:
             raise BindingError("the handle store belongs to another kind of device; use a store per device")
         self._memory = memory
-        for name, shape in wanted:
-            if name not in self.entries:
-                self.entries[name] = HandleEntry(shape, memory.allocate(shape.size_bytes), name)
+        missing = {name: shape for name, shape in wanted if name not in self.entries}
+        for (name, shape), block in zip(missing.items(), memory.allocate_all([s.size_bytes for s in missing.values()])):
+            self.entries[name] = HandleEntry(shape, block, name)
         return [self.entries[name] for name, _ in wanted]
 
     def read(self, name: str) -> np.ndarray:

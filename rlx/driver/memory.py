@@ -45,6 +45,10 @@ class Memory(Protocol):
         """A zeroed block of `nbytes` (0 is fine). `alignment`: a power of two. MemoryError: there is no room."""
         ...
 
+    def allocate_all(self, sizes: Sequence[int]) -> Sequence[Block]:
+        """A zeroed block of each size, which are used together. MemoryError: there is no room for all of them."""
+        ...
+
     def free(self, block: Block) -> None:
         """Give the memory back now; the block is not used any more. Host memory that has views is freed with the last of them."""
         ...
@@ -104,6 +108,9 @@ class HostMemory:
 
     def allocate(self, nbytes: int, alignment: int = ALIGNMENT) -> Any:
         return HostBlock(aligned_bytes(nbytes, alignment))
+
+    def allocate_all(self, sizes: Sequence[int]) -> Sequence[Any]:
+        return [self.allocate(nbytes) for nbytes in sizes]
 
     def free(self, block: Any) -> None:
         """Nothing to do: views of the block that the caller still holds keep it alive."""

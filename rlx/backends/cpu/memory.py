@@ -85,7 +85,20 @@ def allocate(nbytes: int, alignment: int = ALIGNMENT) -> Region:
         whole = np.frombuffer(_pages(nbytes + alignment), np.uint8)
     else:
         whole = np.zeros(nbytes + alignment, np.uint8)
-    start = -whole.ctypes.data % alignment
+    return _region(whole, -whole.ctypes.data % alignment, nbytes)
+
+
+def allocate_all(sizes: Sequence[int]) -> list[Region]:
+    """Regions that are read together, each on pages of its own: together they get huge pages that one of them would not."""
+    starts = [0, *itertools.accumulate(map(_whole_pages, sizes))]
+    if starts[-1] < HUGE_PAGE:
+        return [allocate(nbytes) for nbytes in sizes]
+    whole = np.frombuffer(_pages(starts[-1] + HUGE_PAGE), np.uint8)
+    first = -whole.ctypes.data % HUGE_PAGE
+    return [_region(whole, first + start, nbytes) for start, nbytes in zip(starts, sizes)]
+
+
+def _region(whole: np.ndarray, start: int, nbytes: int) -> Region:
     pages = Pages(whole.ctypes.data + start, nbytes)
     number = next(_numbers)
     _count(nbytes)
@@ -268,6 +281,9 @@ class CpuMemory(HostMemory):
 
     def allocate(self, nbytes: int, alignment: int = ALIGNMENT) -> Region:
         return allocate(nbytes, alignment)
+
+    def allocate_all(self, sizes: Sequence[int]) -> list[Region]:
+        return allocate_all(sizes)
 
     def freeze(self, blocks: Sequence[Any]) -> None:
         freeze(blocks)

@@ -446,6 +446,9 @@ class CudaMemory:
         address = self.gpu.allocate(nbytes)
         return DeviceBlock(address, nbytes, _Owned(self.gpu, address, nbytes))
 
+    def allocate_all(self, sizes: Sequence[int]) -> list[DeviceBlock]:
+        return [self.allocate(nbytes) for nbytes in sizes]
+
     def free(self, block: Any) -> None:
         block.owner.free()
 

@@ -84,6 +84,9 @@ class NullMemory:
     def allocate(self, nbytes: int, alignment: int = ALIGNMENT) -> NullBlock:
         return NullBlock(nbytes)
 
+    def allocate_all(self, sizes: Sequence[int]) -> list[NullBlock]:
+        return [NullBlock(nbytes) for nbytes in sizes]
+
     def copy_out(self, block: Block, into: np.ndarray) -> None:
         _nothing("the contents of a buffer")
 
