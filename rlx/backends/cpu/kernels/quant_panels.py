@@ -12,6 +12,7 @@ from rlx.backends.cpu.kernels.tile import Layout, prefetch
 from rlx.backends.shared.packed import PANEL, STEP, panel
 from rlx.host import math
 from rlx.host.emit import Emitter, V, vector
+from rlx.host.processor import fetches_ahead
 from rlx.ir.blocks import Bits
 from rlx.ir.dtype import f32
 from rlx.ir.kernel import Computed, Contract, Kernel, Operand
@@ -27,6 +28,7 @@ SHARED_BYTES = 1 << 16  # the same of more threads, which else would not all hav
 GRAIN = 1 << 22  # products; with many rows, a smaller task is not worth handing over
 TASKS_PER_THREAD = 4
 AHEAD = 6 << 10  # bytes: how far panels are prefetched; a processor starts anew at every page, and stays too close
+NEAR = 3 << 10  # how far into the L1 cache, on processors that `fetches_ahead` names: else each load waits for the L2 cache
 
 
 class PanelProduct(Product):
@@ -158,7 +160,10 @@ class PanelProduct(Product):
 
     def fetch(self, e: Emitter, turn: V) -> None:
         """Prefetch what is AHEAD bytes behind this turn, its share of a block's numbers included."""
-        prefetch(e, [e.gep(turn, AHEAD)], -(-self.f.nbytes * STEP // self.f.block))
+        nbytes = -(-self.f.nbytes * STEP // self.f.block)
+        prefetch(e, [e.gep(turn, AHEAD)], nbytes)
+        if fetches_ahead(self.features):
+            prefetch(e, [e.gep(turn, NEAR)], nbytes, level=1)
 
     def at_turn(self, e: Emitter, block: V, turn: V) -> V:
         return step(e, e.gep(block, self.p.turns_at), turn, self.p.turn_bytes)

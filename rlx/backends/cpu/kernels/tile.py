@@ -239,13 +239,13 @@ def rows_of_blocks(e: Emitter, blocks: list[V], across: int) -> list[V]:
     return out
 
 
-def prefetch(e: Emitter, places: list[V], nbytes: int, pitch: int = 0, wanted: int = 0) -> list[V]:
-    """Prefetch that many bytes from each place into the L2 cache; returns the places after them. `wanted`: if not 0, only so many
-    of each `pitch` bytes."""
+def prefetch(e: Emitter, places: list[V], nbytes: int, pitch: int = 0, wanted: int = 0, level: int = 2) -> list[V]:
+    """Prefetch that many bytes from each place into the caches from `level` on; returns the places after them. `wanted`: if not
+    0, only so many of each `pitch` bytes."""
     lines = range(0, nbytes, LINE) if not wanted else [x + y for x in range(0, nbytes, pitch) for y in range(0, wanted, LINE)]
     for at in places:
         for line in lines:
-            e.prefetch(e.gep(at, line), level=2)
+            e.prefetch(e.gep(at, line), level)
     return [e.gep(at, nbytes) for at in places]
 
 
