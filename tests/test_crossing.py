@@ -37,7 +37,7 @@ def test_transposes_of_three_dims(axes: tuple[int, ...]) -> None:
         np.testing.assert_array_equal(run(lambda v: rlx.transpose(v, axes=axes), x, threads=threads)[0], x.transpose(axes))
 
 
-def test_rows_that_are_a_multiple_of_4_kb_apart_go_through_scratch_memory() -> None:
+def test_large_operands_are_prefetched() -> None:
     """Two loads of different dtypes are transposed, and a third is not; the rows end in part of a tile, and so do the columns."""
     rng = np.random.default_rng(0)
     x, z = (rng.integers(-100, 100, (1024, 201)).astype(t) for t in (np.float32, np.int8))
@@ -47,10 +47,39 @@ def test_rows_that_are_a_multiple_of_4_kb_apart_go_through_scratch_memory() -> N
     for threads in (1, 3):
         got, text = run(make, x, z, y, threads=threads)
         np.testing.assert_array_equal(got, want)
-        assert "getelementptr i8, ptr %scratch" in text
-    less = run(make, x[:1000], z[:1000], np.ascontiguousarray(y[:, :1000]))
-    np.testing.assert_array_equal(less[0], want[:, :1000])
-    assert "getelementptr i8, ptr %scratch" not in less[1]
+        assert "llvm.prefetch" in text
+    less = run(make, x[:600], z[:600], np.ascontiguousarray(y[:, :600]))
+    np.testing.assert_array_equal(less[0], want[:, :600])
+    assert "llvm.prefetch" not in less[1]
+
+
+@pytest.mark.parametrize("dtype", [rlx.f32, rlx.bf16, rlx.f64, rlx.i8], ids=str)
+@pytest.mark.parametrize("dims", [(700, 333), (65, 9000), (9000, 65), (3, 21, 127, 130)])
+def test_tiles_past_the_end_start_earlier(dims: tuple[int, ...], dtype: rlx.DType) -> None:
+    """Whatever the threads, every element is written, also where the last rows and columns are fewer than those of a tile."""
+    x = np.random.default_rng(0).integers(-100, 100, dims).astype(dtype.numpy)
+    axes = (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2)
+    for threads in (1, 2, 5):
+        got, text = run(lambda v: rlx.transpose(v, axes=axes), x, threads=threads)
+        np.testing.assert_array_equal(got.astype(np.float32), x.transpose(axes).astype(np.float32))
+        assert "masked" not in text
+
+
+def test_results_past_the_caches() -> None:
+    """Whole vectors are streamed where they are aligned; other rows, and elements that are computed, are as exact."""
+    rng = np.random.default_rng(0)
+    for dims, dtype, streams in (((4096, 2048), rlx.bf16, True), ((2048, 4500), rlx.f32, True), ((4500, 2041), rlx.f32, False)):
+        x = rng.integers(-100, 100, dims).astype(dtype.numpy)
+        got, text = run(lambda v: rlx.transpose(v, axes=(1, 0)), x, threads=2)
+        np.testing.assert_array_equal(got.astype(np.float32), x.T.astype(np.float32))
+        assert ("nontemporal" in text) == streams
+
+
+def test_bits_that_are_only_moved_stay() -> None:
+    """NaNs with a payload, in a type that is computed as another one."""
+    bits = np.arange(0x7F80, 0x7F80 + 40 * 36, dtype=np.uint16).reshape(40, 36)
+    got, _ = run(lambda v: rlx.transpose(v, axes=(1, 0)), bits.view(rlx.bf16.numpy))
+    np.testing.assert_array_equal(got.view(np.uint16), bits.T)
 
 
 @pytest.mark.parametrize("dims", [(48, 64), (37, 53)])

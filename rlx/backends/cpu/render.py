@@ -91,8 +91,8 @@ def _render_loops(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[s
         hoist(space.body, scope)
         wanted = tiling.get("tasks", task_count(space.weight_ns(target), target.threads))
         space = space.tiled(kernel, target, scope.streams)
-        for panel in space.crossing.staged if space.crossing else ():
-            scope.pointers = {**scope.pointers, panel: e.gep(SCRATCH, module.reserve(panel.size * panel.dtype.itemsize))}
+        if space.crossing and not space.crossing.whole_lines:
+            scope.streams = frozenset()
         tasks = _emit_tasks(space, scope, wanted, limits)
     if STREAMS in e.declarations and any(f.startswith("triple=x86") for f in target.features):
         e.intrinsic("x86.sse.sfence", suffix=(), returns="void")  # non-temporal stores are not ordered with later stores
@@ -128,7 +128,7 @@ class Space:
         """The same space, tiled if the kernel is a transposing loop."""
         if not self.vector or kernel.limits:
             return self
-        x = crossing(list(zip(self.vars, self.extents)), self.body, target.vector_bytes, streams, fetches_ahead(target.features))
+        x = crossing(list(zip(self.vars, self.extents)), self.body, target.vector_bytes, streams)
         extents = tuple(x.blocks if x and v is x.row else n for v, n in zip(self.vars, self.extents))
         return replace(self, extents=extents, crossing=x)
 
