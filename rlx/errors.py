@@ -45,7 +45,8 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -138,6 +139,25 @@ def check_writable(*paths: Any) -> None:
             why = "the system permits no writing there"
         if why:
             raise OptionError(f"cannot write {path}: {why}")
+
+
+@contextmanager
+def writing(path: Any) -> Iterator[str]:
+    """The path as text. OptionError: it is none; or in place of an OSError, as the file cannot be written."""
+    found = as_path(path)
+    try:
+        yield found
+    except OSError as e:
+        raise OptionError(f"cannot write {found!r}: {e.strerror or e}") from e
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Also a decorator. ModelError in place of an OSError: the system refuses to read a file of a model."""
+    try:
+        yield
+    except OSError as e:
+        raise ModelError(f"{e.filename or 'a file of the model'} cannot be read: {e.strerror or e}") from e
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:

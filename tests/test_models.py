@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -22,6 +23,45 @@ from rlx.models import EmbeddingModel, default_folder, load
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 TOLERANCE = 1e-5  # max abs difference of normalised embeddings in f32
+
+
+def copied(folder: Path) -> Path:
+    return shutil.copytree(default_folder(), folder / "model")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "modules.json"])
+def test_a_file_that_the_system_refuses_to_read_is_a_model_error(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may read every file, so the refusal is made here."""
+    folder, real = copied(tmp_path), io.open
+
+    def refused(file, *args, **how):
+        if str(file).endswith(name):
+            raise PermissionError(13, "Permission denied", str(file))
+        return real(file, *args, **how)
+
+    monkeypatch.setattr(io, "open", refused)
+    with pytest.raises(ModelError, match=rf"{folder / name} cannot be read: Permission denied"):
+        rlx.load(folder)
+    with pytest.raises(ModelError, match="cannot be read"):
+        EmbeddingModel(folder)
+
+
+def test_an_artifact_that_the_system_refuses_to_read_is_not_said_to_be_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = rlx.Graph("twice")
+    x = g.input("x", (2,), rlx.f32)
+    g.set_outputs([x + x])
+    rlx.compile(g).save(tmp_path / "twice.rlx")
+
+    def refused(file, *_, **__):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(io, "open", refused)
+    with pytest.raises(ModelError, match=r"twice.rlx cannot be read: Permission denied"):
+        rlx.load(tmp_path / "twice.rlx")
 
 
 class Reference:

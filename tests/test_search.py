@@ -334,7 +334,7 @@ def test_an_index_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(module.tempfile, "mkstemp", refused)
     assert exit_code(str(tmp_path), "x") == 1
-    assert capsys.readouterr().err == f"rlx: cannot write {tmp_path / INDEX}: Permission denied\n"
+    assert capsys.readouterr().err == f"rlx: cannot write '{tmp_path / INDEX}': Permission denied\n"
 
 
 def test_what_is_no_folder():

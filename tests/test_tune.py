@@ -257,6 +257,8 @@ def test_tilings_travel_in_a_report_a_mapping_and_a_file(folder, monkeypatch, tm
     Races(monkeypatch, lower_tiles)
     made = compiled(GRAPH, tune=ENOUGH)
     report = made.report().tuning
+    with pytest.raises(OptionError, match="cannot write .*none.*: No such file"):
+        report.save(tmp_path / "none" / "tilings.json")
     report.save(tmp_path / "tilings.json")
     for given in (report, report.tilings, str(tmp_path / "tilings.json"), tmp_path / "tilings.json"):
         again = compiled(GRAPH, tune=given)

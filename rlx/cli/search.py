@@ -12,7 +12,6 @@ import typer
 
 from rlx.cli import options as o
 from rlx.cli.progress import Bars
-from rlx.errors import RlxError
 
 if TYPE_CHECKING:
     from rlx.frontends.search import Changes
@@ -45,10 +44,7 @@ def search(
     checked_query(query)
     with Bars() as bars:
         index = TextIndex(checked_folder(folder), o.open_encoder(model, bars, device, threads, tune))
-        try:
-            changes = index.update(glob or (), bars.files)
-        except OSError as e:  # only what it writes: files that cannot be read are skipped
-            raise RlxError(f"cannot write {index.path}: {e.strerror}") from e
+        changes = index.update(glob or (), bars.files)
         found = index.search(query, top, glob or ())
     _tell(changes)
     if not found:

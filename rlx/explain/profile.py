@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from rlx.driver.backend import Timeline
-from rlx.errors import OptionError, as_path
+from rlx.errors import writing
 from rlx.ir.cost import ProgramWork, Roofline, arithmetic
 from rlx.ir.node import Node
 from rlx.ir.program import Program, Step, kernel_labels
@@ -174,12 +174,8 @@ def _name(process: int, thread: int, kind: str, name: str) -> dict[str, Any]:
 
 def write(path: str | os.PathLike[str], text: str) -> None:
     """OptionError: it is no path, or the file cannot be written."""
-    path = as_path(path)
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    except (OSError, ValueError) as e:  # ValueError: a NUL in the path
-        raise OptionError(f"cannot write {os.fspath(path)!r}: {getattr(e, 'strerror', None) or e}") from e
+    with writing(path) as place, open(place, "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def described(node: Node) -> str:

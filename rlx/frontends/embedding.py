@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlx.errors import CorruptFileError, InputDTypeError, ModelError, OptionError, Unsupported, called, flag, items, known, whole
 from rlx.forks import Lock
 from rlx.frontends.hub import model_path
 from rlx.frontends.models import bert
@@ -30,6 +29,10 @@ from rlx.ir.shown import Shown
 from rlx.records import record
 from rlx.runtime import CompiledGraph, CompileOptions, ParamStore, Session, SymmetricTransport, agreed
 from rlx.runtime.session import with_more
+
+from rlx.errors import (  # isort: skip
+    CorruptFileError, InputDTypeError, ModelError, OptionError, Unsupported, called, flag, items, known, reading, whole,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from rlx.runtime import Partitioned, Profile
@@ -74,6 +77,7 @@ def _rung(tokens: int, max_length: int) -> int:
 class EmbeddingModel(Shown):
     """Returned by `load`. One thread at a time runs it; others wait."""
 
+    @reading()
     def __init__(
         self, folder: str | Path, *, session: Session | None = None, options: CompileOptions | None = None,
         transport: SymmetricTransport | None = None,

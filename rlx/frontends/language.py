@@ -34,7 +34,7 @@ from rlx.runtime.session import with_more
 
 from rlx.errors import (  # isort: skip
     BindingError, CorruptFileError, IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError, Unsupported,
-    called, flag, items, known, whole,
+    called, flag, items, known, reading, whole,
 )  # fmt: skip
 from rlx.runtime import (  # isort: skip
     CompiledGraph, CompileOptions, ExpertPool, ExpertTiers, HandleStore, ParamStore, Partitioned, Session, SymmetricTransport,
@@ -60,6 +60,7 @@ def program_name(tokens: int, steps: Steps) -> str:
 class LanguageModel(Shown):
     """Returned by `load`. Run it on one thread at a time. Weights are read, and memory is allocated, at the first step."""
 
+    @reading()
     def __init__(
         self,
         path: str | Path,
@@ -129,6 +130,7 @@ class LanguageModel(Shown):
             self._codec = self._read_codec()
         return self._codec
 
+    @reading()
     def _read_codec(self) -> TextCodec:
         gguf = self.checkpoint.gguf
         codec = folder_codec(self.path) if gguf is None else gguf_codec(gguf)

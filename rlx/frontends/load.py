@@ -7,7 +7,7 @@ from importlib import import_module
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from rlx.errors import ModelError, OptionError, Unsupported, known
+from rlx.errors import ModelError, OptionError, Unsupported, known, reading
 from rlx.frontends.hub import model_path
 from rlx.frontends.weights import read_json
 from rlx.runtime.artifact import ArtifactFile, begins_with, graphs_of
@@ -21,6 +21,7 @@ OF_EXPERTS = ("expert_budget", "expert_policy", "expert_profile", "record_expert
 FROM_FILE = ("device", "threads", "trust", "verify")  # arguments of ArtifactFile
 
 
+@reading()
 def load(path: str | PathLike[str], **how: Any) -> Any:
     """Load what is at `path`:
 
@@ -77,6 +78,7 @@ def _package(asked: str) -> Any:
         raise Unsupported(f"{asked} is read with the package onnx, which is not installed: pip install 'rlx[onnx]'") from None
 
 
+@reading()
 def load_encoder(path: str | PathLike[str], **how: Any) -> EmbeddingModel:
     """An EmbeddingModel from a folder, an .onnx file or an artifact file. `how`: its arguments; for an artifact, `session` and
     `options` may set device and threads. ModelError: it holds something else."""
@@ -91,6 +93,7 @@ def load_encoder(path: str | PathLike[str], **how: Any) -> EmbeddingModel:
     return _stored(place, "encoder", **how) if begins_with(place) else EmbeddingModel(place, **how)
 
 
+@reading()
 def load_decoder(path: str | PathLike[str], **how: Any) -> LanguageModel:
     """A LanguageModel from a folder, a .gguf file or an artifact file, as load_encoder."""
     from rlx.frontends.language import LanguageModel

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rlx.errors import CorruptFileError, ModelError, OptionError, as_path, called, items, utf8, whole
+from rlx.errors import CorruptFileError, ModelError, OptionError, as_path, called, items, reading, utf8, whole, writing
 from rlx.frontends.weights import read_file
 from rlx.ir.shown import Shown, counted
 
@@ -99,6 +99,7 @@ def checked_query(query: str) -> str:
 class TextIndex(Shown):
     """The passages of a folder's text files, and their vectors. `update` compares it with the files; `search` finds passages."""
 
+    @reading()
     def __init__(self, folder: str | Path, model: Embedder) -> None:
         """Reads the index file of an earlier update, if there is one for this model. ModelError: not a folder."""
         self.folder, self.model = checked_folder(folder), model
@@ -123,7 +124,7 @@ class TextIndex(Shown):
         """Embed new and changed files, forget removed ones, and write the index file. `patterns` (such as "*.md", of names or
         paths): only files that match one are looked at. `progress(done, total)` counts bytes of files.
 
-        An update that is interrupted keeps what it has finished. OSError: the index file cannot be written."""
+        An update that is interrupted keeps what it has finished. OptionError: the index file cannot be written."""
         patterns, say = _patterns(patterns), called("progress", progress, "(done, total)") or (lambda done, total: None)
         present, skipped = _walk(self.folder)
         changes = Changes(skipped=skipped, why=self.why)
@@ -145,7 +146,8 @@ class TextIndex(Shown):
             say(total, total)
         finally:
             if changes.new or changes.changed or changes.removed:
-                _write(self.path, self._files, self._probes)
+                with writing(self.path):
+                    _write(self.path, self._files, self._probes)
         return changes
 
     def _embed(self, texts: Mapping[str, _Text], changes: Changes, say: Callable[[int], None]) -> None:

@@ -235,12 +235,11 @@ def check_trusted(path: Path, found: os.stat_result) -> None:
 
 
 def begins_with(path: Path, mark: bytes = MAGIC) -> bool:
-    """Whether a file begins with these bytes: by default, whether it is a container."""
-    try:
-        with path.open("rb") as f:
-            return f.read(len(mark)) == mark
-    except (OSError, ValueError):  # ValueError: no file has such a name
+    """Whether there is a file that begins with these bytes: by default, whether it is a container. OSError: it cannot be read."""
+    if not path.is_file():
         return False
+    with path.open("rb") as f:
+        return f.read(len(mark)) == mark
 
 
 def _digest(magic: bytes, format_: int, zero: int, nbytes: int, whole: int, text: bytes) -> bytes:

@@ -14,7 +14,7 @@ from math import prod
 from os import PathLike
 from typing import Any
 
-from rlx.errors import OptionError
+from rlx.errors import OptionError, writing
 from rlx.ir.kernel import Contract, Kernel, Native
 from rlx.ir.kernel_text import kernel_key
 from rlx.ir.keys import key_facts
@@ -107,8 +107,8 @@ class Tuning:
         return {s.key: dict(s.tiling) for s in self.steps if s.tiling}
 
     def save(self, path: str | PathLike[str]) -> None:
-        """The tilings as a JSON file, whose path CompileOptions(tune=…) takes."""
-        with open(path, "w", encoding="utf-8") as file:
+        """The tilings as a JSON file, whose path CompileOptions(tune=…) takes. OptionError: it cannot be written."""
+        with writing(path) as place, open(place, "w", encoding="utf-8") as file:
             file.write(json.dumps({HEAD: FORMAT, "steps": self.tilings}, indent=1) + "\n")
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ from weakref import finalize
 
 import numpy as np
 
-from rlx.errors import CorruptFileError, FormatError, InputShapeError, ModelError, OptionError, RlxError, as_path
+from rlx.errors import CorruptFileError, FormatError, InputShapeError, ModelError, OptionError, RlxError, as_path, writing
 from rlx.ir.shown import Shown, counted
 from rlx.records import record
 
@@ -169,10 +169,8 @@ class TraceWriter:
                 raise OptionError(f"{path} is a trace of {found.model!r}: it cannot be continued with {model!r}")
             for _ in found:  # each record is whole, so that what is added can be read
                 pass
-        try:
+        with writing(path):
             self._file = self.path.open("ab" if goes_on else "wb", buffering=0)  # so that an interrupt loses nothing
-        except OSError as e:
-            raise OptionError(f"cannot write {str(path)!r}: {e.strerror}") from e
         finalize(self, self._file.close)
         if not goes_on:
             self._write(HEADER.pack(MAGIC, FORMAT, len(text), zlib.crc32(text)) + text)
