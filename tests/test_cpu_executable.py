@@ -18,6 +18,7 @@ import rlx
 from rlx.backends.cpu import abi, memory
 from rlx.backends.cpu.abi import KEPT, LINE, Reading
 from rlx.backends.cpu.backend import CpuBackend
+from rlx.backends.cpu.copying import LEAST_BYTES
 from rlx.backends.cpu.executable import CpuExecutable
 from rlx.backends.cpu.kernels import product as products
 from rlx.driver.backend import Artifact, Backend, Executable
@@ -359,6 +360,24 @@ def test_clones_run_at_once_and_outlive_their_original():
     for t in threads:
         t.join()
     assert not faults
+
+
+@pytest.mark.parametrize("size", [LEAST_BYTES // 4, LEAST_BYTES // 4 + 1, 151_937])
+@pytest.mark.parametrize("threads", [4, 7])
+def test_a_large_result_is_copied_by_all_threads(threads, size):
+    """Whatever the last part is left with. The copy is the caller's, and later runs do not touch it."""
+    g = rlx.Graph("large")
+    x = g.input("x", (size,), rlx.f32)
+    g.set_outputs([x + 1.0, (x * 2.0).astype("i32")])
+    compiled = rlx.Session("cpu").compile(g, rlx.CompileOptions(threads=threads))
+    array = np.arange(size, dtype=np.float32)
+    compiled.run_slots([array])
+    copies = [np.array(view) for view in compiled.outputs_view()]
+    compiled.run_slots([-array])
+    assert (copies[0] == array + 1).all() and (copies[1] == (array * 2).astype(np.int32)).all()
+    copies[0][...] = 0
+    assert (np.array(compiled.outputs_view()[0]) == 1 - array).all()
+    assert np.array(compiled.outputs_view()[0], np.float64).dtype == np.float64
 
 
 def test_memory_goes_back_with_the_last_reference():

@@ -53,6 +53,10 @@ class OutputView(np.lib.mixins.NDArrayOperatorsMixin):
         return self._shape.dtype.numpy
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy and dtype in (None, self.dtype):
+            self._check()
+            self._owner._drain()
+            return self._owner._read([self._index])[0]  # the backend may copy faster than numpy
         return np.array(self.numpy(), dtype=dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:

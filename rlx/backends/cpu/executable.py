@@ -18,6 +18,7 @@ import numpy as np
 
 from rlx.backends.cpu import memory, pool
 from rlx.backends.cpu.abi import Rendered
+from rlx.backends.cpu.copying import LEAST_BYTES, LEAST_THREADS, Copies
 from rlx.backends.cpu.table import AGREEING, Place, Rows, Stream, Surroundings, Table, joins, quiet
 from rlx.backends.shared.loaded import Loaded, check_fits, constants_of
 from rlx.driver.backend import Timeline
@@ -108,6 +109,18 @@ class CpuExecutable(Loaded):
             super().use_handles(store)
             for table in self._tables:
                 table.move({id: e.block.address for id, e in self.entries.items()})
+
+    def read(self, buffer: int, start: int = 0, count: int | None = None) -> np.ndarray:
+        decl = self.decls[buffer]
+        if self._pool is None or self._pool.threads < LEAST_THREADS or count is not None or decl.nbytes < LEAST_BYTES:
+            return super().read(buffer, start, count)
+        out = np.empty(decl.shape.static, decl.shape.dtype.numpy)
+        self._copies.copy(out, self.address(buffer))
+        return out
+
+    @cached_property
+    def _copies(self) -> Copies:
+        return Copies(self.program.name, (self._scratch, self._code.scratch_stride, self._pool))
 
     def poison(self) -> None:
         """Fill scratch, and the arena except for inputs, with NaN: it shows up if a run reads memory that it did not write."""
