@@ -141,3 +141,17 @@ def test_short_rows_are_summed_in_one_go() -> None:
         c, _ = compiled(lambda v: rlx.sum(v, axis=-1), (4, n), threads=1)
         (step,) = c.program().steps
         assert sum(isinstance(s, K.Loop) for s in K.walk(step.kernel.body)) == loops
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f64", "f16", "bf16"])
+def test_of_two_zeros_the_same_operand_is_taken_at_every_position(dtype: str) -> None:
+    """In whole vectors, and in the rest behind them."""
+    numpy = rlx.as_dtype(dtype).numpy
+    zeros, others = np.array([[0.0, -0.0]] * 500, numpy).ravel(), np.array([[-0.0, 0.0]] * 500, numpy).ravel()
+    for n in (1, 7, 16, 67, 1000):
+        g = rlx.Graph("zeros")
+        x, y = g.input("x", (n,), dtype), g.input("y", (n,), dtype)
+        g.set_outputs([rlx.maximum(x, y), rlx.minimum(x, y), rlx.relu(x), rlx.maximum(0.0, x), rlx.clip(x, 0.0, 1.0)])
+        for found in rlx.compile(g, threads=1)(zeros[:n], others[:n]):
+            negative = np.signbit(found.astype(np.float64))
+            assert not found.any() and all((negative[at::2] == negative[at]).all() for at in range(min(n, 2)))

@@ -28,7 +28,8 @@ from rlx.records import record
 
 # The closed set of scalar operations: name -> number of operands. Semantics, for every renderer and for numpy:
 #   add sub mul wrap on integers. div: IEEE on floats; on integers truncates, x/0 = 0, and INT_MIN/-1 wraps.
-#   rem: sign of the dividend, on floats C fmod; x rem 0 = 0 on integers. min, max: NaN if either operand is NaN.
+#   rem: sign of the dividend, on floats C fmod; x rem 0 = 0 on integers. min, max: NaN if either operand is NaN; of 0 and -0
+#   either one.
 #   lt le eq ne give bool, and are IEEE (NaN compares false except ne). and or xor not shl shr: integers and bool
 #   (shr is arithmetic on signed). select(c, a, b). cast: float to integer truncates, saturates, NaN gives 0; to bool is x != 0.
 #   nearest: an f32 number below 2**24 as i32, ties to even.

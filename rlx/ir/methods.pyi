@@ -165,9 +165,9 @@ class Methods:
     def pow(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
         """x**y, as C's pow: NaN for negative x and fractional y, 1 where y is 0 or x is 1."""
     def maximum(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
-        """Elementwise maximum; NaN if either operand is NaN."""
+        """Elementwise maximum; NaN if either operand is NaN. Of 0 and -0 either one."""
     def minimum(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
-        """Elementwise minimum; NaN if either operand is NaN."""
+        """Elementwise minimum; NaN if either operand is NaN. Of 0 and -0 either one."""
     def less(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
         """x < y; False if either is NaN."""
     def less_equal(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
@@ -305,9 +305,9 @@ class Methods:
     def prod(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
         """Product; 1 if empty."""
     def max(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
-        """Maximum; NaN if any element is NaN. If empty: -inf, or the least integer."""
+        """Maximum; NaN if any element is NaN; of 0 and -0 either one. If empty: -inf, or the least integer."""
     def min(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
-        """Minimum; NaN if any element is NaN. If empty: inf, or the greatest integer."""
+        """Minimum; NaN if any element is NaN; of 0 and -0 either one. If empty: inf, or the greatest integer."""
     def any(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
         """True if any element is True; False if empty."""
     def all(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:

@@ -156,9 +156,9 @@ def floor_div(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None 
 def pow(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
     """x**y, as C's pow: NaN for negative x and fractional y, 1 where y is 0 or x is 1."""
 def maximum(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
-    """Elementwise maximum; NaN if either operand is NaN."""
+    """Elementwise maximum; NaN if either operand is NaN. Of 0 and -0 either one."""
 def minimum(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
-    """Elementwise minimum; NaN if either operand is NaN."""
+    """Elementwise minimum; NaN if either operand is NaN. Of 0 and -0 either one."""
 def less(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
     """x < y; False if either is NaN."""
 def less_equal(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
@@ -296,9 +296,9 @@ def sum(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *
 def prod(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
     """Product; 1 if empty."""
 def max(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
-    """Maximum; NaN if any element is NaN. If empty: -inf, or the least integer."""
+    """Maximum; NaN if any element is NaN; of 0 and -0 either one. If empty: -inf, or the least integer."""
 def min(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
-    """Minimum; NaN if any element is NaN. If empty: inf, or the greatest integer."""
+    """Minimum; NaN if any element is NaN; of 0 and -0 either one. If empty: inf, or the greatest integer."""
 def any(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
     """True if any element is True; False if empty."""
 def all(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:

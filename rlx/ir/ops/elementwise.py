@@ -213,8 +213,8 @@ pow = binary(
     samples=(Sample(((3, 17), (3, 17)), low=0.1, high=3.0), Sample(((2, 5), ()), low=-3.0, high=3.0)),
     doc="x**y, as C's pow: NaN for negative x and fractional y, 1 where y is 0 or x is 1.",
 )  # fmt: skip
-maximum = binary("maximum", np.maximum, "max", doc="Elementwise maximum; NaN if either operand is NaN.")
-minimum = binary("minimum", np.minimum, "min", doc="Elementwise minimum; NaN if either operand is NaN.")
+maximum = binary("maximum", np.maximum, "max", doc="Elementwise maximum; NaN if either operand is NaN. Of 0 and -0 either one.")
+minimum = binary("minimum", np.minimum, "min", doc="Elementwise minimum; NaN if either operand is NaN. Of 0 and -0 either one.")
 less = binary("less", np.less, "lt", infer=comparison, doc="x < y; False if either is NaN.")
 less_equal = binary("less_equal", np.less_equal, "le", infer=comparison, doc="x <= y; False if either is NaN.")
 equal = binary("equal", np.equal, "eq", dtypes="fiubc", infer=comparison, parts=_equal_parts, doc="x == y; False with a NaN.")

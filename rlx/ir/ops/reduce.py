@@ -85,8 +85,8 @@ def _extreme(x: np.ndarray, scalar: str) -> float:
 
 
 _SUM = "Sum; 0 if empty. Integers wrap. Long f32 sums are computed in blocks: off by less than 2e-4, usually 1e-7, at any length."
-_MAX = "Maximum; NaN if any element is NaN. If empty: -inf, or the least integer."
-_MIN = "Minimum; NaN if any element is NaN. If empty: inf, or the greatest integer."
+_MAX = "Maximum; NaN if any element is NaN; of 0 and -0 either one. If empty: -inf, or the least integer."
+_MIN = "Minimum; NaN if any element is NaN; of 0 and -0 either one. If empty: inf, or the greatest integer."
 sum = reduction("sum", np.add, "add", _SUM, dtypes="fiuc", parts=_pair_sums)
 prod = reduction("prod", np.multiply, "mul", "Product; 1 if empty.")
 max = reduction("max", np.maximum, "max", _MAX)
