@@ -170,6 +170,8 @@ def test_an_active_dim(tmp_path):
         (got,) = model.run({"x": given}, rows)
         n = rows or (1 if rows is None else 16)
         assert (np.frombuffer(got, np.float32).reshape(want.shape)[:, :, :n] == want[:, :, :n]).all()
+    with pytest.raises(ValueError, match="a negative number of rows: -5"):
+        model.run({"x": given}, -5)
     with pytest.raises(ValueError, match="more rows than it was compiled for: 17"):
         model.run({"x": given}, 17)
     model.close()

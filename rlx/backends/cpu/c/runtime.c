@@ -189,8 +189,8 @@ void rlx_close(rlx_model *m) {
 
 /* -- inputs, outputs, states ------------------------------------------------------------------------------------------ */
 
-static int fail(rlx_model *m, const char *why, size_t index) {
-    snprintf(m->error, sizeof m->error, "%s: %s %zu", TITLE, why, index);
+static int fail(rlx_model *m, const char *why, int64_t number) {
+    snprintf(m->error, sizeof m->error, "%s: %s %lld", TITLE, why, (long long)number);
     return -1;
 }
 
@@ -211,8 +211,9 @@ int rlx_set_input(rlx_model *m, size_t i, const void *data) {
 }
 
 int rlx_set_rows(rlx_model *m, int64_t rows) {
-    if (!HAS_EXTENT) return fail(m, "was compiled without an active dim; rows:", (size_t)rows);
-    if (rows < 0 || rows > MOST_ROWS) return fail(m, "more rows than it was compiled for:", (size_t)rows);
+    if (!HAS_EXTENT) return fail(m, "was compiled without an active dim; rows:", rows);
+    if (rows < 0) return fail(m, "a negative number of rows:", rows);
+    if (rows > MOST_ROWS) return fail(m, "more rows than it was compiled for:", rows);
     *(int64_t *)at(m, EXTENT_PLACE) = rows ? rows : MOST_ROWS;
     return 0;
 }
