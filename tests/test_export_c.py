@@ -19,7 +19,7 @@ import pytest
 import rlx
 from rlx import knobs
 from rlx.backends import get
-from rlx.errors import BindingError, CompileError, DeviceUnavailableError, MissingParamError, Unsupported
+from rlx.errors import BindingError, CompileError, DeviceUnavailableError, MissingParamError, OptionError, Unsupported
 from rlx.runtime import CompileOptions, Session
 from tests import small_models
 from tests.artifact_mutations import graphs
@@ -175,6 +175,18 @@ def test_an_active_dim(tmp_path):
     with pytest.raises(ValueError, match="more rows than it was compiled for: 17"):
         model.run({"x": given}, 17)
     model.close()
+
+
+def test_a_full_disk_leaves_no_part_of_a_library(tmp_path, monkeypatch):
+    def full(source, goal, **how):
+        Path(goal).touch()
+        raise OSError(28, "No space left on device", str(goal))
+
+    layers, _ = graphs()
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(OptionError, match=r"cannot write .*lib\w+.so.: No space left on device"):
+        layers.export_c(tmp_path)
+    assert not list(tmp_path.glob("*.so")) and not list(tmp_path.glob(".*"))
 
 
 def test_models_run_at_once_on_threads_of_their_own(tmp_path):

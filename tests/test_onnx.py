@@ -178,6 +178,13 @@ def test_sizes_that_no_memory_holds_are_refused_before_any_is_taken(op, initiali
         net.compile()
 
 
+def test_a_range_of_step_zero_is_refused():
+    ends = {name: np.array(value) for name, value in (("a", 0), ("b", 5), ("c", 0))}
+    net = OnnxModel(model([helper.make_node("Range", ["a", "b", "c"], ["y"])], [info("x", [4])], [info("y", None)], ends))
+    with pytest.raises(Unsupported, match="node 0 Range: its step is 0"):
+        net.compile()
+
+
 # -- structure
 
 

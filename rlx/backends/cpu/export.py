@@ -23,7 +23,7 @@ from rlx import knobs
 from rlx.backends.cpu.abi import ATTEND, MAX_PARTS, MAX_THREADS, Control, Rendered, Run, Step
 from rlx.backends.cpu.executable import SCRATCH_ALIGNMENT, CpuArtifact
 from rlx.backends.cpu.table import joins, quiet, tasks_after
-from rlx.errors import CompileError, DeviceUnavailableError, Unsupported
+from rlx.errors import CompileError, DeviceUnavailableError, Unsupported, writing
 from rlx.host.builtin import futex_call
 from rlx.host.jit import compile_object
 from rlx.host.processor import ARM, missing_features, plain_target
@@ -52,7 +52,7 @@ def export(artifact: CpuArtifact, weights: Mapping[int, np.ndarray], extent: tup
     and prepared buffer that runs read. `extent`: of the options.
 
     Unsupported: the program has collectives, or more data than a library can have. DeviceUnavailableError: it is code for another
-    architecture. CompileError: there is no C compiler, or it fails."""
+    architecture. CompileError: there is no C compiler, or it fails. OptionError: the disk is full, or refuses writing."""
     program = artifact.program
     if program.collectives:
         raise Unsupported(f"{program.name} exchanges data with other ranks; a C library holds a program of one process")
@@ -64,7 +64,7 @@ def export(artifact: CpuArtifact, weights: Mapping[int, np.ndarray], extent: tup
     if tables.size > LARGEST:
         raise Unsupported(f"{program.name} has {tables.size} bytes of weights; a library holds {LARGEST} at most: use rlx.load")
     name = f"lib{re.sub(r'[^A-Za-z0-9_]+', '_', program.name)}.so"
-    with tempfile.TemporaryDirectory() as place:
+    with writing(folder / name), tempfile.TemporaryDirectory() as place:
         build = Path(place)
         (build / "tables.h").write_text(tables.text())
         with (build / "data").open("wb") as f:
@@ -74,9 +74,12 @@ def export(artifact: CpuArtifact, weights: Mapping[int, np.ndarray], extent: tup
             (build / file).write_bytes(content)
         (build / "exported").write_text(f"{{ global: {' '.join(f'{n};' for n in EXPORTED)} local: *; }};")
         _link(build, [*objects, "executor.o"], name)
-        shutil.copyfile(SOURCES / "rlx.h", folder / "rlx.h")
-        shutil.copy(build / name, folder / f".{name}")
-        (folder / f".{name}").replace(folder / name)
+        try:
+            shutil.copy(build / name, folder / f".{name}")
+            shutil.copyfile(SOURCES / "rlx.h", folder / "rlx.h")
+            (folder / f".{name}").replace(folder / name)
+        finally:
+            (folder / f".{name}").unlink(missing_ok=True)
     return folder / name
 
 

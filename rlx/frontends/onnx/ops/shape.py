@@ -66,6 +66,8 @@ def eye_like(n: Call) -> np.ndarray:
 @handler("Range")
 def range_(n: Call) -> np.ndarray:
     start, limit, step = (np.asarray(n.known(i)).reshape(()) for i in range(3))
+    if not step:
+        n.refuse("its step is 0")
     wide = np.float64 if as_dtype(start.dtype).is_float else np.int64
     count = max(0, math.ceil((limit.astype(wide) - start.astype(wide)) / step.astype(wide)))
     n.check_size(count)
