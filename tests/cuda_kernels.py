@@ -29,7 +29,7 @@ from op_cases import cases
 
 import rlx
 from rlx.backends.cuda.backend import target
-from rlx.backends.cuda.code import launch_of, prologue, text_of
+from rlx.backends.cuda.code import launch_of, text_of
 from rlx.backends.cuda.schedule import Launch
 from rlx.compiler import lower
 from rlx.frontends.models import bert, decoder
@@ -87,7 +87,7 @@ ENCODER = bert.BertConfig.parse({
 def graphs(arch: str, sample: bool = False) -> Iterator[tuple[str, Graph, rlx.CompileOptions]]:
     """All graphs by name, with the options of their compile. `sample`: the first dtype of each op, the smaller of the models."""
     plain = rlx.CompileOptions()
-    chosen = cases(dtypes=target(arch).dtypes)
+    chosen = cases(awkward=False, dtypes=target(arch).dtypes)
     if sample:
         chosen = list({(c.op.name, str(c.sample)): c for c in reversed(chosen)}.values())
     for name, found in groupby(sorted(chosen, key=lambda c: c.op.name), key=lambda c: c.op.name):
@@ -133,9 +133,9 @@ class Built:
     text: str
 
     @property
-    def shared_text(self) -> bool:
-        """True if the text is the common functions and the kernel, so that several fit into one translation unit."""
-        return type(self.launch) is Launch and self.text.startswith(prologue(False))
+    def functions(self) -> str:
+        """The text in front of the kernel. Kernels that have the same fit into one translation unit."""
+        return self.text[: self.text.index('extern "C"')]
 
 
 def kernels(arch: str, only: str = "", sample: bool = False) -> list[Built]:
@@ -160,14 +160,12 @@ class Report:
     registers: int
 
 
-def units(built: list[Built]) -> list[tuple[str, list[Built]]]:
-    """Translation units: plain kernels share one, others have functions of their own in front."""
-    common, own = prologue(False), [b for b in built if b.shared_text]
-    parts = [own[i : i + TOGETHER] for i in range(0, len(own), TOGETHER)]
-    return [
-        *((b.text, [b]) for b in built if not b.shared_text),
-        *((common + "".join(b.text.removeprefix(common) for b in part), part) for part in parts),
-    ]
+def units(built: list[Built]) -> Iterator[tuple[str, list[Built]]]:
+    """Translation units."""
+    for functions, found in groupby(sorted(built, key=lambda b: b.functions), key=lambda b: b.functions):
+        alike = list(found)
+        for part in (alike[i : i + TOGETHER] for i in range(0, len(alike), TOGETHER)):
+            yield functions + "".join(b.text.removeprefix(functions) for b in part), part
 
 
 def reports(text: str, arch: str) -> dict[str, Report]:

@@ -286,9 +286,13 @@ def test_a_line_with_a_check_or_for_one_block_is_not_divided():
 @pytest.mark.parametrize("dtype", ["f32", "f64", "bf16", "i64", "u8"])
 @pytest.mark.parametrize("length", [2, 77, 1024, 9000])
 def test_rows_are_sorted_in_shared_memory(dtype, length):
+    """A dtype decides how a value becomes a key of 4 or 8 bytes, and a length with the bytes of a key everything else. So each
+    length is compiled for both, and each dtype at one length."""
     found = launch_of(one(lambda g: rlx.sort(g.input("x", (70, length), dtype), descending=True)[1]), "sm_90a")
     assert isinstance(found, SortLaunch)
-    assert cubin(text_of(found, "kernel"), "sm_80" if found.shared < 99 << 10 else "sm_90a")
+    text = text_of(found, "kernel")
+    if dtype in ("f32", "f64") or length == 77:
+        assert cubin(text, "sm_80" if found.shared < 99 << 10 else "sm_90a")
 
 
 def test_a_sort_beyond_shared_memory_runs_in_loops():
@@ -730,10 +734,9 @@ def test_the_greatest_of_a_long_row_is_found_by_many_blocks():
     assert sorted((at.blocks, at.parts) for at in found) == [(25, 25), (512, 1)]
 
 
-
 @pytest.mark.parametrize("name", ["matmul", "dequant_matmul", "segment_matmul"])
 def test_products_of_every_shape_lower_for_a_gpu(name: str):
     """Of two vectors, without rows, without anything to sum: with a pointwise op behind each."""
-    whole, _, _ = conformance.together(name, [c for c in cases(dtypes=HOPPER.dtypes) if c.op.name == name])
+    whole, _ = conformance.together(name, [c for c in cases(awkward=False, dtypes=HOPPER.dtypes) if c.op.name == name])
     whole.set_outputs([rlx.abs(v) for v in whole.outputs])
     assert sum(1 for _ in kernels(whole))
