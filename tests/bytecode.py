@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.abc import MetaPathFinder
@@ -43,6 +44,33 @@ def share() -> None:
     os.environ[PREFIX] = os.environ[SHARED]
     os.environ.pop(NONE, None)
     sys.meta_path.insert(0, _Ours())
+
+
+def link_libraries() -> None:
+    """Processes started from here look for all bytecode in the shared folder, and would compile two thousand files of libraries:
+    it gets links to the bytecode of those packages that this process has imported."""
+    if SHARED not in os.environ:
+        return
+    imported = defaultdict[str, set[str]](set)  # folder -> modules
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        if name.partition(".")[0] not in OURS and spec and spec.has_location and spec.origin:
+            folder, _, file = spec.origin.rpartition("/")
+            imported[folder].add(file.removesuffix(".py"))
+    for folder, modules in imported.items():
+        place, compiled = f"{os.environ[SHARED]}{folder}", f"{folder}/__pycache__"
+        os.makedirs(place, exist_ok=True)
+        for file in os.listdir(compiled) if os.path.isdir(compiled) else ():
+            if file.partition(".")[0] in modules:
+                with suppress(OSError):  # it is there, or the library is on another disk
+                    os.link(f"{compiled}/{file}", f"{place}/{file}")
+
+
+def copied(folder: Path, copy: Path) -> None:
+    """A tree was copied with the times of its files: the bytecode of one is that of the other."""
+    if SHARED in os.environ:
+        shared = os.environ[SHARED]
+        shutil.copytree(f"{shared}{folder}", f"{shared}{copy}", copy_function=os.link, dirs_exist_ok=True)
 
 
 def before_workers() -> None:

@@ -70,6 +70,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
+    bytecode.link_libraries()
     gc.freeze()
     gc.enable()
 

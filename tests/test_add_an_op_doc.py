@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bytecode
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +46,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the tree with the edits of the page."""
     copy = tmp_path_factory.mktemp("tree")
     for name in ("rlx", "tests", "docs"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, copy / name)
+    bytecode.copied(ROOT, copy)
     for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "mkdocs.yml"):
         shutil.copy(ROOT / name, copy)
     found = edits(PAGE.read_text())
