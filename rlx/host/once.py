@@ -112,9 +112,9 @@ def at_once(make: Callable[[Key], Made], items: Sequence[Key], progress: Callabl
                 ended.put(fault)
                 leave_out()
 
-    threads = list[threading.Thread]()
+    threads, most = list[threading.Thread](), min(available_threads(), len(items))
     try:
-        while len(threads) < min(available_threads(), len(items)) and (thread := started(work)):
+        while len(threads) < most and (thread := started(work)):
             threads.append(thread)
         report(0, len(items))
         if not threads:

@@ -202,7 +202,7 @@ def _cgroups(membership: str, root: Path) -> tuple[str, ...]:
         for top in (root, root / "unified") if not controllers else (root / controllers, root / "cpu", root):
             here = top / path.lstrip("/")
             found += [str(folder) for folder in (here, *here.parents) if folder.is_relative_to(top)]
-    return tuple(found)
+    return tuple(dict.fromkeys(found))
 
 
 def _quota_of(folder: str) -> float:
