@@ -32,11 +32,11 @@ if hasattr(found := sys.modules.get("hypothesis.internal.conjecture.providers"),
 bytecode.share()
 
 LONG = (  # files that take long, the longest first
-    "ops", "language", "experts", "tensor_parallel", "cuda_kernels", "c_backend", "generated_code", "cuda", "ranks_mpi",
-    "padding", "aarch64", "add_an_op_doc", "cli", "ranks_shm", "launch", "cpu_attention", "expert_budget", "cuda_narrow",
-    "convolution", "cuda_blocks", "cuda_residency", "cpu_contract", "expert_residency", "c_style", "generate", "cpu_amx",
-    "artifact_models", "kernel_texts", "models", "tune", "limits", "verifying", "memory", "onnx_backend",
-    "int8", "explain_command",
+    "language", "ops", "aarch64", "cuda_kernels", "tensor_parallel", "ranks_mpi", "generated_code", "experts", "c_backend",
+    "cuda_residency", "padding", "cli", "ranks_shm", "cuda", "expert_budget", "cpu_attention", "artifact_models", "cpu_amx",
+    "kernel_texts", "expert_residency", "cpu_contract", "limits", "cuda_blocks", "tune", "generate", "explain_command", "launch",
+    "verifying", "models", "add_an_op_doc", "cuda_narrow", "chat", "onnx_backend", "convolution", "bench", "cuda_executable",
+    "memory", "docs", "cpu_conv", "cpu_quant", "forks", "collectives", "export_c", "int8",
 )  # fmt: skip
 
 
