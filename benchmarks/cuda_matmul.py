@@ -1,13 +1,13 @@
 """Products alone on an NVIDIA GPU: rlx beside cuBLAS (through torch) and torch.compile.
 
-    python benchmarks/cuda_matmul.py [--rounds 5] [--compile default|max-autotune|none] [--only alone gelu f32 encoders]
+    python benchmarks/cuda_matmul.py [--rounds 5] [--compile default|max-autotune|none] [--only alone gelu f32 encoders others]
 
 Each side is one CUDA graph of many runs, so that small products are not measured by their dispatch. Sides alternate; the time is
 the least of the rounds. Inputs are random, and results are compared with float64. A product with "gelu" adds a bias and applies
 gelu (tanh) before it is stored; torch.compile may fuse both. The right operand is a param, which
 no run changes: rlx copies its first tiles before the product in front has ended. "t": it is stored transposed. "encoders": those
-of MiniLM and BERT-base at 16 to 32,768 rows. "tf32": both sides may round f32. Products of 8-bit floats give bf16, beside
-torch._scaled_mm without its fast sums.
+of MiniLM and BERT-base at 16 to 32,768 rows. "others": few and odd rows and columns, long and short sums. "tf32": both sides may
+round f32. Products of 8-bit floats give bf16, beside torch._scaled_mm without its fast sums.
 """
 
 from __future__ import annotations
@@ -56,6 +56,22 @@ SINGLE = (
     Shape(4096, 4096, 4096, "f32"), Shape(4096, 4096, 4096, "f32", transposed=True), Shape(1024, 1024, 1024, "f32"),
     Shape(2000, 2000, 2000, "f32"), Shape(1001, 1005, 1003, "f32"), Shape(300, 1000, 520, "f32", transposed=True),
 )  # fmt: skip
+BY_ROWS = (
+    (17, 4096, 4096), (48, 3072, 768), (48, 4096, 4096), (64, 11008, 4096), (96, 5120, 5120), (128, 3584, 18944),
+    (128, 18944, 3584), (200, 2880, 2880), (200, 1152, 6912), (256, 5120, 13824), (256, 32000, 4096), (384, 8960, 1536),
+    (384, 1536, 8960), (512, 512, 512), (512, 512, 11008), (640, 3072, 3072), (777, 768, 768), (1024, 3584, 3584),
+    (1024, 50257, 768), (1536, 1536, 1536), (2048, 2048, 64), (2048, 11008, 4096), (3000, 1280, 1280), (3000, 1280, 5120),
+    (4096, 4096, 100), (4097, 2560, 2560), (10000, 1152, 1152), (10000, 512, 512), (10000, 768, 3072),
+)  # fmt: skip
+BY_COLUMNS = (
+    (64, 2560, 2560), (96, 13824, 5120), (128, 768, 3072), (128, 50257, 768), (256, 1280, 5120), (777, 2560, 6912),
+    (1000, 1000, 257), (1024, 1152, 1152), (1536, 8960, 1536), (4096, 4096, 64), (4097, 1024, 4096),
+)  # fmt: skip
+OTHER_GELU = ((128, 3072, 768), (384, 5120, 1280), (1024, 3072, 768), (3000, 5120, 1280), (10000, 4304, 1152))
+OTHERS = (
+    *(Shape(*dims, transposed=True) for dims in BY_ROWS), *(Shape(*dims) for dims in BY_COLUMNS),
+    *(Shape(*dims, transposed=True, gelu=True) for dims in OTHER_GELU), Shape(2048, 6912, 1152, gelu=True),
+)  # fmt: skip
 ROWS, WEIGHTS = (16, 128, 1024, 8192, 32768), ((384, 384), (1536, 384), (384, 1536), (768, 768), (3072, 768), (768, 3072))
 ENCODERS = tuple(Shape(m, n, k, dtype, transposed=True) for dtype in ("bf16", "f32") for m in ROWS for n, k in WEIGHTS)
 NARROW = tuple(
@@ -63,7 +79,7 @@ NARROW = tuple(
     for dtype in ("f8e4m3", "tf32")
     for m, n, k in ((8192, 8192, 8192), (4096, 4096, 4096), (2048, 2048, 2048), (512, 14336, 4096), (512, 4096, 14336))
 )
-SETS = {"alone": SHAPES, "gelu": WITH_GELU, "f32": SINGLE, "encoders": ENCODERS, "narrow": NARROW}
+SETS = {"alone": SHAPES, "gelu": WITH_GELU, "f32": SINGLE, "encoders": ENCODERS, "narrow": NARROW, "others": OTHERS}
 TORCH = {"bf16": torch.bfloat16, "f32": torch.float32, "tf32": torch.float32, "f8e4m3": torch.float8_e4m3fn}
 ERROR = {"f32": 1e-5, "tf32": 5e-4}  # others: of the bf16 result
 RUNS_SECONDS = 2e-3  # of one replay, about

@@ -95,8 +95,14 @@ def product(m: int, n: int, depth: int, dtype: str = "bf16") -> Kernel:
     return one(lambda g: g.input("x", (m, depth), dtype) @ rlx.transpose(g.input("y", (n, depth), dtype), (1, 0)))
 
 
-def test_every_tiling_compiles():
-    tensor = [on_tensor_cores(product(512, 1024, 2048), tiling=t) for t in TILINGS]
+# one of each kind, the widest, and some whose columns are no chunks
+SOME_TILINGS = [*{(t.rows, t.turns, t.parts, t.queued): t for t in TILINGS}.values()]
+SOME_TILINGS += [Tiling(64, 80, turns=True), Tiling(128, 208), Tiling(128, 80, parts=2), Tiling(128, 144, parts=3)]
+
+
+def test_every_kind_of_tiling_compiles():
+    assert not any(t.turns and t.parts > 1 for t in TILINGS)  # the sums are exchanged by both groups at once
+    tensor = [on_tensor_cores(product(512, 1024, 2048), tiling=t) for t in SOME_TILINGS]
     fma = [by_fma(product(512, 1024, 2048, "f32"), size=s) for s in SIZES]
     for found in (*tensor, *fma):
         assert found and cubin(text_of(found, "kernel"), "sm_90a")
@@ -112,9 +118,25 @@ def test_tilings_fill_the_gpu():
     assert odd and odd.by_threads and odd.copying == 2 and odd.tiling.parts == 2
 
 
+def test_results_leave_by_bulk_copies_if_they_are_nothing_but_sums():
+    found = on_tensor_cores(product(32768, 768, 768))
+    assert found and found.tiling.queued and found.maps[-1].box == (64, 16) and found.maps[-1].dims == (768, 32768)
+    assert "rlx_store_box(&map_out" in text_of(found, "kernel")
+    added = one(lambda g: g.input("x", (3072, 768), "bf16") @ g.input("y", (768, 768), "bf16") + 1)
+    for kernel in (added, product(3072, 772, 768)):  # of the latter, rows are no multiples of 16 bytes
+        other = on_tensor_cores(kernel, tiling=Tiling(128, 192, queued=True))
+        assert other and not other.tiling.queued and "map_out" not in text_of(other, "kernel")
+
+
+def test_few_rows_share_the_summed_axis():
+    found = on_tensor_cores(product(48, 4096, 4096))
+    assert found and found.tiling.alternate and found.tiling.parts == 2 and found.blocks == 128
+    assert found.tiling.stages % 2 == 0
+
+
 def test_tiles_that_are_left_over_are_shared():
     """448 tiles are three for each multiprocessor and 52, each of which two blocks share."""
-    found = on_tensor_cores(product(512, 28672, 4096))
+    found = on_tensor_cores(product(512, 28672, 4096), tiling=Tiling(parts=2))
     assert found and found.rounds == (132, 3, 52) and found.tiling.parts == 2 and found.blocks == 132
     text = text_of(found, "kernel")
     assert "round < 3 + (blockIdx.x / 2 < 52)" in text and "shared ? 396 + blockIdx.x / 2 : round * 132 + blockIdx.x" in text
@@ -533,10 +555,18 @@ def test_tiles_that_two_blocks_share_agree_with_f64(monkeypatch):
 
 
 @on_gpu
-@pytest.mark.parametrize("tiling", TILINGS, ids=str)
-def test_every_tiling_agrees_with_f64(monkeypatch, tiling):
+@pytest.mark.parametrize("tiling", SOME_TILINGS, ids=str)
+def test_every_kind_of_tiling_agrees_with_f64(monkeypatch, tiling):
     fixed(monkeypatch, "on_tensor_cores", lambda kernel: on_tensor_cores(kernel, tiling=tiling))
     test_products_agree_with_f64(136, 200, 1040, "bf16")
+
+
+@on_gpu
+@pytest.mark.parametrize("tiling", [Tiling(128, 192, queued=True), Tiling(128, 128, turns=True, queued=True)], ids=str)
+def test_results_that_wait_for_others_agree_with_f64(monkeypatch, tiling):
+    """Blocks have several tiles, some of them at edges."""
+    fixed(monkeypatch, "on_tensor_cores", lambda kernel: on_tensor_cores(kernel, tiling=tiling))
+    test_products_agree_with_f64(3001, 3080, 200, "bf16")
 
 
 @on_gpu

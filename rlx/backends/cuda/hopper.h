@@ -69,3 +69,31 @@ template <int N> RLX_FN void rlx_staged(float (&to)[N], const float* staged, int
     if constexpr (N >= 4) *(float4*)(to + v) = *(const float4*)(staged + rlx_staged_at(row, column + v));
     else for (int e = 0; e < N; e++) to[e] = staged[rlx_staged_at(row, column + e)];
 }
+
+/* Boxes of results that leave by bulk copies, one lane of a warp's: wait until none of them is read any more. */
+RLX_FN void rlx_stored() {
+  if (threadIdx.x % 32 == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  __syncwarp();
+}
+template <bool F16> RLX_FN uint32_t rlx_rounded(float low, float high) {
+  uint32_t out;
+  if constexpr (F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+RLX_FN void rlx_store_box(const rlx_map* map, const void* from, int c0, int c1) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];"
+    ::"l"(map), "r"(rlx_at(from)), "r"(c0), "r"(c1) : "memory");
+}
+RLX_FN void rlx_store_box(const rlx_map* map, const void* from, int c0, int c1, int c2) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
+    ::"l"(map), "r"(rlx_at(from)), "r"(c0), "r"(c1), "r"(c2) : "memory");
+}
+RLX_FN void rlx_store_box(const rlx_map* map, const void* from, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+    ::"l"(map), "r"(rlx_at(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+RLX_FN void rlx_store_box(const rlx_map* map, const void* from, int c0, int c1, int c2, int c3, int c4) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
+    ::"l"(map), "r"(rlx_at(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
+}

@@ -3,9 +3,10 @@ capability 9.0.
 
 A block is one warp group that copies and two that multiply. The copying one keeps a ring of tiles in shared memory full with bulk
 tensor copies. The others multiply half of the rows of a tile each, or take whole tiles in turns, so that one runs the epilogue
-while the other multiplies (`Tiling.turns`). Blocks take tile after tile; tiles that are left over are shared: the blocks of a
-cluster have parts of the summed axis, and add their sums in a fixed order. Multicast to pairs of blocks with the same columns
-made few products faster, by 3% at most, and others slower.
+while the other multiplies (`Tiling.turns`), or stages in turns where there are few rows (`Tiling.alternate`). Blocks take tile
+after tile; tiles that are left over are shared: the blocks of a cluster have parts of the summed axis, and add their sums in a
+fixed order. Results that are nothing but sums may leave by bulk copies (`Tiling.queued`). Multicast to pairs of blocks with the
+same columns made few products faster, by 3% at most, and others slower.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from itertools import product
 from rlx.backends.cuda.blocks import turn_of
 from rlx.backends.cuda.schedule import Launch, Segments, TensorMap, busy_points
 from rlx.backends.cuda.vectors import aligned
+from rlx.backends.shared.nest import substitute
 from rlx.ir.dtype import as_dtype, f32
-from rlx.ir.kernel import Alu, Const, Contract, Expr, Kernel, Operand, Var, coefficient, const, walk
+from rlx.ir.kernel import Alu, Const, Contract, Expr, Kernel, Operand, Store, Var, coefficient, const, walk
 from rlx.records import record
 
 KINDS = {  # dtypes of the operands and of the sums, and their names in the instruction
@@ -32,21 +34,26 @@ PROMOTED = 192  # columns of a tile of 8-bit floats, whose sums are kept twice
 LINE = 128  # bytes of the summed axis in a stage: a swizzled row
 GROUP = 128  # threads of a warp group
 CHUNK = 64  # columns staged at once by the epilogue, at most
-STAGING = 8 * 16 * CHUNK * 4  # bytes: 16 rows for each of 8 warps
+WARPS = 8  # that multiply
+STAGED = 16 * CHUNK * 4  # bytes of a warp: 16 rows
 SHARED = 227 << 10
+OF_GROUPS = (64, 96, 128, 192, 256)  # columns of tiles of groups that were measured
 HALF = 64  # rows, of tiles with 128
 L2_ROWS = 8  # tiles of rows that are walked together, so that blocks at work share operands in the L2 cache
 
-# Costs in clock cycles of a multiprocessor, fitted to the times of 51 products in 2 to 9 good tilings each on an H200: the choice
-# takes 0.6% longer than the best on average.
+# Costs in clock cycles of a multiprocessor, fitted to the times of 88 products in 2 to 15 tilings each on an H200: the choice
+# takes 0.8% longer than the best of them on average.
 FLOPS = 4096  # multiply-adds of 16-bit floats count as two
-BYTES, LOADED = 87, 8  # by bulk copies and by threads, while all multiprocessors fetch
-PASSED = 131  # bytes to and from shared memory
-EPILOGUE = 5.8, 2.8  # elements, of both multiplying groups and of one
-COSTLY = 1.7  # times as long with an exponential or the like
-START = 1240  # of a block, before the first product
-NEXT = 780  # from tile to tile
-EXCHANGE, GIVEN = 1720, 8.6  # of sums between blocks: at least, and bytes
+BYTES, LOADED = 58, 8  # by bulk copies and by threads, while all multiprocessors fetch
+PASSED = 133  # bytes to and from shared memory
+LATENCY = 2230  # of a bulk copy, beside others
+EPILOGUE = 4.8, 2.3  # elements, of both multiplying groups and of one
+QUEUED, WRITTEN = 13.7, 5.1  # the same of results that leave by bulk copies, and of those copies
+COSTLY = 3.0  # times as long with an exponential or the like
+START = 5000  # of a launch, before the first product
+NEXT = 1570  # from tile to tile
+EXCHANGE, GIVEN = 1110, 4.2  # of sums between blocks: at least, and bytes
+HALVES = 2590  # of sums between groups, at least
 CLUSTERED = 7 / 8  # of the multiprocessors that clusters of more than 2 blocks take at once
 
 
@@ -66,28 +73,48 @@ class Side:
 @record
 class Tiling:
     """`rows` x `columns` of a tile. `turns`: the multiplying groups take whole tiles in turns. `parts`: blocks of a
-    cluster that share the summed axis of a tile."""
+    cluster that share the summed axis of a tile. Of a tile of 64 rows without turns, the groups share it, too. `queued`: bulk
+    copies store results while the next tile is multiplied."""
 
     rows: int = 128
     columns: int = 256
     turns: bool = False
     parts: int = 1
+    queued: bool = False
+    spare: int = 0  # columns that copies fetch beside those of the tile
     raw: int = 0  # bytes of the right operand's part of a stage, as it is in memory
     held: int = 0  # bytes of a block for other purposes
 
     @property
+    def alternate(self) -> bool:
+        """Whether the groups take stages in turns, and add their sums."""
+        return self.rows == HALF and not self.turns
+
+    @property
+    def shares(self) -> int:
+        """Parts of the summed axis of a tile that is shared: each has the sums of as many columns in the end."""
+        return self.parts * (2 if self.alternate else 1)
+
+    @property
     def slabs(self) -> int:
         """Times 64 rows that one group multiplies."""
-        return self.rows // 64 // (1 if self.turns else 2)
+        return self.rows // 64 // (1 if self.turns or self.alternate else 2)
 
     @property
     def stage(self) -> int:
         """Bytes of a stage: a tile of each operand."""
-        return (self.rows + self.columns) * LINE
+        return (self.rows + self.columns + self.spare) * LINE
+
+    @property
+    def pitch(self) -> int:
+        """Bytes of a warp for results that it stages, 16 rows at a time, or queues."""
+        return max(STAGED, self.slabs * 16 * self.columns * 2) if self.queued else STAGED
 
     @property
     def stages(self) -> int:
-        return min(8, (SHARED - STAGING - self.held - RAW * (self.raw + 8)) // (self.stage + 16))
+        """An even number for groups that alternate: each stage is one's own."""
+        most = min(8, (SHARED - WARPS * self.pitch - self.held - RAW * (self.raw + 8)) // (self.stage + 16))
+        return most - most % 2 if self.alternate else most
 
     @property
     def ring(self) -> int:
@@ -96,12 +123,7 @@ class Tiling:
 
     @property
     def shared(self) -> int:
-        return self.ring + STAGING + 16 * self.stages + 8 * RAW
-
-    @property
-    def chunk(self) -> int:
-        """Columns that the epilogue stages at once."""
-        return math.gcd(CHUNK, self.columns // self.parts)
+        return self.ring + WARPS * self.pitch + 16 * self.stages + 8 * RAW
 
     def tiles(self, c: Contract) -> tuple[int, int]:
         return -(-c.m // self.rows), -(-c.width // self.columns)
@@ -109,19 +131,25 @@ class Tiling:
     def cost(self, c: Contract, points: int, multiprocessors: int, by_threads: bool = False) -> float:
         """An estimate in cycles: rounds of tiles on all multiprocessors, and what is not overlapped with them."""
         _, rounds, shared = self.rounds(points * math.prod(self.tiles(c)), multiprocessors)
-        fetched = (self.rows + self.columns) * LINE
+        # boxes that begin inside a line of memory are two lines wide
+        fetched = (self.rows + (self.columns + self.spare) * (2 if self.spare else 1)) * LINE
         read = (self.rows + self.columns * self.rows // 64) * LINE  # 64 rows at once
-        copied = fetched / (LOADED if by_threads else BYTES)
+        copied = fetched / LOADED if by_threads else max(fetched / BYTES, LATENCY / max(1, self.stages - 1))
         # as many cycles for any size of elements
-        step = max(self.rows * self.columns * LINE / FLOPS, copied, (fetched + read) / PASSED)
+        step = max(self.rows * self.columns * LINE / FLOPS, copied, (self.stage + read) / PASSED)
         steps, end = -(-c.k // depth(c)), self.end(c)
-        main = step * steps
+        main, area, later = step * steps, self.rows * self.columns, 0.0
+        if self.alternate:
+            end = end / 2 + HALVES + 4 * area / PASSED
+        last = end
+        if self.queued:
+            later, end = area / WRITTEN, area / QUEUED
         if shared:  # by all parts, at the end
-            return START + rounds * (main + end + NEXT) + step * -(-steps // self.parts) + end / self.parts + self.exchange
+            return START + rounds * (main + end + NEXT) + step * -(-steps // self.parts) + last / self.parts + self.exchange
         if not self.turns:
-            return START + rounds * (main + end + NEXT)
+            return START + rounds * (main + end + NEXT) + later
         both = main + end  # of one group; the other one begins when the first products are done
-        return START + rounds * NEXT + max(rounds * main + end, -(-rounds // 2) * both, main + rounds // 2 * both)
+        return later + START + rounds * NEXT + max(rounds * main + end, -(-rounds // 2) * both, main + rounds // 2 * both)
 
     def rounds(self, tiles: int, multiprocessors: int) -> tuple[int, int, int]:
         """Blocks at once, rounds in which each of them has a tile of its own, and tiles that clusters share then."""
@@ -139,7 +167,8 @@ class Tiling:
     def end(self, c: Contract) -> float:
         """Cycles of the epilogue of a tile."""
         costly = any(isinstance(e, Alu) and e.op in ("erf", "exp", "tanh") for e in walk(c.epilogue))
-        return (COSTLY if costly else 1) * self.rows * self.columns * c.n / max(1, c.width) / EPILOGUE[self.turns]
+        elements = self.rows * -(-self.columns // CHUNK) * CHUNK
+        return (COSTLY if costly else 1) * elements * c.n / max(1, c.width) / EPILOGUE[self.turns]
 
 
 def itemsize(c: Contract) -> int:
@@ -158,11 +187,14 @@ def promoted(c: Contract) -> bool:
 
 
 TILINGS = tuple(
-    Tiling(rows, columns, turns, parts)
-    for rows, columns, turns, parts in product((64, 128), (64, 96, 128, 192, 256), (False, True), (1, 2, 4, 8))
-    if rows >= (64 if turns else 128)
-    and rows * columns <= (128 * 128 if turns else 128 * 256)
-    and (parts == 1 or (columns in (64, 128) and not turns) or (columns == 256 and parts == 2))
+    Tiling(rows, columns, turns, parts, queued)
+    for rows, columns, turns, parts, queued in product(
+        (HALF, 128), range(64, 257, 16), (False, True), (1, 2, 3, 4, 6, 8), (False, True)
+    )
+    if (rows * columns <= 128 * 128 if turns or rows == HALF else True)
+    and (parts == 1 or (not turns and columns % (8 * parts) == 0 and columns // parts >= 16))
+    and not (rows == HALF and not turns and (columns not in (64, 128) or queued))
+    and not (queued and columns % CHUNK)
 )
 
 
@@ -171,6 +203,7 @@ class TensorLaunch(Launch):
     tiling: Tiling = Tiling()
     sides: tuple[Side, ...] = ()
     multiprocessors: int = 132
+    results: Side | None = None  # where queued results go
 
     @property
     def contract(self) -> Contract:
@@ -180,7 +213,8 @@ class TensorLaunch(Launch):
     def maps(self) -> tuple[TensorMap, ...]:
         found = [side.tensor for side in self.sides if side.tensor]
         far = len(self.kernel.buffers) + 1  # behind the buffers and `slots`
-        return (*found, *(replace(found[-1], argument=far) for _ in range(self.boxes_far)))
+        far_map = [replace(found[-1], argument=far)] if self.boxes_far else []
+        return (*found, *far_map, *([self.results.tensor] if self.results and self.results.tensor else []))
 
     @property
     def boxes_far(self) -> bool:
@@ -240,6 +274,8 @@ def on_tensor_cores(
         return None
     a = _side(kernel, c, c.a, c.m, c.a.row_stride, c.a.col_stride, tiling.rows, segments)
     b = _side(kernel, c, c.b, c.width, c.b.col_stride, c.b.row_stride, tiling.columns if c.also is None else CHUNK // 2, segments)
+    results = _results(kernel, c, segments) if tiling.queued and a.tensor and b.tensor and not b.raw else None
+    tiling = replace(_held(tiling, b, segments), queued=results is not None)
     if segments and not (c.b.blocks or (a.tensor and b.tensor and not b.raw)):
         return None
     if (c.also is not None and not (b.tensor and b.along and not b.raw)) or (is_widened(c) and not b.tensor):
@@ -247,8 +283,9 @@ def on_tensor_cores(
     tiling = replace(tiling, raw=tiling.columns * depth(c) * c.b.dtype.itemsize * b.raw)
     threads, shared = GROUP * (3 if a.tensor and b.tensor else 4), tiling.shared
     return TensorLaunch(
-        kernel, threads, threads, shared=shared, tiling=tiling, sides=(a, b), multiprocessors=multiprocessors, segments=segments
-    )
+        kernel, threads, threads, shared=shared, tiling=tiling, sides=(a, b), multiprocessors=multiprocessors, segments=segments,
+        results=results,
+    )  # fmt: skip
 
 
 def kind(c: Contract) -> tuple[str, str, str]:
@@ -284,27 +321,55 @@ def _tiling(kernel: Kernel, c: Contract, multiprocessors: int, segments: Segment
     a = _side(kernel, c, c.a, 64, c.a.row_stride, c.a.col_stride, 64, segments)
     b = _side(kernel, c, c.b, 64, c.b.col_stride, c.b.row_stride, 64, segments)
     copied = a.tensor is not None and b.tensor is not None
+    queues = copied and not b.raw and _results(kernel, c, segments) is not None
     most = 128 if not copied else 192 if c.tf32 else 256  # columns, where threads take part
 
     def fits(t: Tiling) -> bool:
-        if segments and (t.parts > 1 or t.rows != segments.rows):
+        if segments and (t.parts > 1 or t.rows != segments.rows or t.columns not in OF_GROUPS):
             return False
-        blocks, _, shared = t.rounds(points * math.prod(t.tiles(c)), multiprocessors)
-        if t.parts > 1 and (not 0 < shared * t.parts <= blocks or -(-c.k // depth(c)) < 2 * t.parts):
+        blocks, whole, shared = t.rounds(points * math.prod(t.tiles(c)), multiprocessors)
+        once = whole + (shared > 0)  # tiles of a block, at most
+        if t.shares > 1 and -(-c.k // depth(c)) < 2 * t.shares:
             return False
-        if t.parts > 1 and c.m <= HALF:  # blocks would exchange the sums of tiles that are half empty
+        if t.queued and not (queues and whole):
             return False
-        if (t.parts > 1 and c.acc.dtype != f32) or (c.also is not None and t.columns // t.parts % CHUNK):
+        if t.parts > 1 and not 0 < shared * t.parts <= blocks:
             return False
-        if t.columns % CHUNK and not (copied and b.along):  # copies of columns are 64 wide
+        if t.parts > 1 and c.m <= HALF < t.rows:  # blocks would exchange the sums of tiles that are half empty
+            return False
+        if t.alternate and (segments or not copied or b.raw or promoted(c) or once > 1):
+            return False
+        if (t.shares > 1 and c.acc.dtype != f32) or (c.also is not None and t.columns // t.shares % CHUNK):
+            return False
+        if t.columns % (CHUNK if not copied else CHUNK // 2 if b.raw else 1):  # what threads load, or exchange
             return False
         if promoted(c) and (t.turns or t.slabs * t.columns > PROMOTED):  # one group adds while the other multiplies
             return False
         return (copied and not b.raw) or (t.columns <= most and not t.turns and t.parts <= 4)  # for want of registers
 
-    tilings = [replace(t, held=segments.shared) for t in TILINGS] if segments else TILINGS
+    tilings = [_held(t, b, segments) for t in TILINGS]
     # of tiles that cost the same, the taller ones
     return min(filter(fits, tilings), key=lambda t: (t.cost(c, points, multiprocessors, not copied), -t.rows), default=None)
+
+
+def _results(kernel: Kernel, c: Contract, segments: Segments | None) -> Side | None:
+    """Boxes of 16 rows by 64 columns of the result, if that is the sums, rounded to 16 bits, of all rows."""
+    s = c.epilogue[0] if len(c.epilogue) == 1 else None
+    if not isinstance(s, Store) or s.value is not c.acc or s.guard is not None or s.buffer.dtype.name not in ("f16", "bf16"):
+        return None
+    stride = coefficient(s.index, c.i)
+    if coefficient(s.index, c.j) != 1 or stride is None or itemsize(c) != 2 or c.acc.dtype != f32:
+        return None
+    if kernel.limits or segments or c.count is not None or c.also is not None:
+        return None
+    to = Operand(s.buffer, substitute(s.index, {c.i: const(0), c.j: const(0)}), stride, 1)  # type: ignore[arg-type]
+    found = _side(kernel, replace(c, k=c.n), to, c.m, stride, 1, 16)
+    return found if found.tensor else None
+
+
+def _held(t: Tiling, b: Side, segments: Segments | None) -> Tiling:
+    """The tiling with the memory that it takes beside its tiles. Copies of columns that are not `along` are 64 wide."""
+    return replace(t, spare=0 if b.along else -t.columns % CHUNK, held=segments.shared if segments else 0)
 
 
 def _side(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from rlx.backends.cuda import tensor
-from rlx.backends.cuda.rows import key_of
-from rlx.backends.cuda.tensor import CHUNK, GROUP, KINDS, L2_ROWS, LINE, RAW, STAGING, Side, TensorLaunch, depth, kind
+from rlx.backends.cuda.tensor import CHUNK, GROUP, KINDS, L2_ROWS, LINE, RAW, WARPS, Side, TensorLaunch, depth, kind
 from rlx.backends.cuda.tensor_blocks import PackedCopies
-from rlx.backends.cuda.vectors import loads, width
+from rlx.backends.cuda.tensor_ends import TileEnds
+from rlx.backends.cuda.vectors import aligned
 from rlx.ir.dtype import f32, index_
 from rlx.ir.kernel import Contract, Operand, Stmt, Var, const, k
 
@@ -17,32 +16,14 @@ SLAB = 64 * LINE  # bytes of 64 rows (or columns) of a stage
 AT_ONCE = 16  # lines that a warp loads at once
 
 
-class Pieces(NamedTuple):
-    """Of the tile of a warp: 16 rows by `wide` columns, `each` side by side. A lane has `size` adjacent elements at a time."""
-
-    count: int
-    each: int
-    size: int
-    wide: int
-
-    @property
-    def rounds(self) -> int:
-        return -(-16 * self.wide // (32 * self.size))
-
-    def loop(self) -> list[str]:
-        head = f"for (int n = 0; n < {self.rounds}; n++) {{"
-        some = f"if (e < {16 * self.wide}) " if 32 * self.size > 16 * self.wide else ""  # lanes have something to do
-        return ["#pragma unroll", head, f"const int e = (n * 32 + lane) * {self.size}; {some}{{"]
-
-
-class TensorWriter(PackedCopies):
+class TensorWriter(PackedCopies, TileEnds):
     launch: TensorLaunch
     occupancy = ", 1"
     tile_by_block = False
 
     def arguments(self) -> list[str]:
         names = [name for name, side in zip("ab", self.launch.sides) if side.tensor] + ["far"] * self.launch.boxes_far
-        maps = [f"const __grid_constant__ rlx_map map_{name}" for name in names]
+        maps = [f"const __grid_constant__ rlx_map map_{name}" for name in [*names, *["out"] * self.launch.tiling.queued]]
         return [*maps, *super().arguments(), *["long long early"] * (self.launch.early is not None)]
 
     @property
@@ -65,10 +46,10 @@ class TensorWriter(PackedCopies):
         at, t = self.launch, self.launch.tiling
         producers = at.copying * GROUP if at.by_threads else 1
         self.line("extern __shared__ __align__(1024) unsigned char rlx_ring[];")
-        self.line(f"float* const staged = (float*)(rlx_ring + {t.ring}) + warp % 8 * {16 * CHUNK};")
-        self.line(f"uint64_t* const full = (uint64_t*)(rlx_ring + {t.ring + STAGING});")
+        self.line(f"float* const staged = (float*)(rlx_ring + {t.ring} + warp % 8 * {t.pitch});")
+        self.line(f"uint64_t* const full = (uint64_t*)(rlx_ring + {t.ring + WARPS * t.pitch});")
         self.line(f"uint64_t* const empty = full + {t.stages}, *const raw = empty + {t.stages};")
-        released = 4 if t.turns else 8
+        released = 4 if t.turns or t.alternate else 8
         with self.scope(["if (threadIdx.x == 0) {"]):
             self.line(f"for (int s = 0; s < {t.stages}; s++)")
             self.line(f"  rlx_barrier(full + s, {producers}), rlx_barrier(empty + s, {released});")
@@ -104,10 +85,22 @@ class TensorWriter(PackedCopies):
                 self.line("if (group == 1) rlx_group_next(0);")
             with self.scope(self.tile_loop()):
                 self.multiply(c)
+                if t.alternate:
+                    self.halves()
                 if t.parts > 1:
                     with self.scope(["if (shared) {"]):
                         self.exchange()
-                self.epilogue(c)
+                if t.queued:
+                    with self.scope(["if (!shared) {" if t.parts > 1 else "{"]):
+                        self.queue(c)
+                if not t.queued:
+                    self.epilogue(c)
+                elif t.parts > 1:
+                    with self.scope(["if (shared) {"]):
+                        self.line("rlx_stored();")
+                        self.epilogue(c)
+            if t.queued:
+                self.line("rlx_stored();")
         if t.parts > 1:  # no block leaves while another one still reads its memory
             self.line("rlx_meet_cluster();")
 
@@ -183,7 +176,7 @@ class TensorWriter(PackedCopies):
         self.line(f"const int s = turn % {t.stages};")
         self.line(f"if (turn >= {t.stages}) rlx_await(empty + s, (turn / {t.stages} - 1) & 1);")
         self.line(f"unsigned char* const to = rlx_ring + s * {t.stage};")
-        sizes, starts = (t.rows, t.columns), (0, t.rows * LINE)
+        sizes, starts = (t.rows, t.columns + t.spare), (0, t.rows * LINE)
         begun = f"!early || turn >= {min(t.stages, -(-c.k // depth(c)))}" if at.early is not None else "true"
         if copied := sum(size * LINE for size, side in zip(sizes, at.sides) if side.tensor and not side.raw):
             with self.scope(["if (threadIdx.x == 0) {"]):
@@ -217,7 +210,8 @@ class TensorWriter(PackedCopies):
 
     def right_copies(self, c: Contract) -> None:
         t = self.launch.tiling
-        self.bulk_copies(self.launch.sides[1], "b", "column0", t.columns, t.rows * LINE, c.n if c.also is not None else 0)
+        size = t.columns + t.spare
+        self.bulk_copies(self.launch.sides[1], "b", "column0", size, t.rows * LINE, c.n if c.also is not None else 0)
 
     def bulk_copies(self, side: Side, name: str, first: str, size: int, start: int, half: int) -> None:
         """`half`: columns between those of a pair of sums, which are half a chunk apart in the tile; 0: no pairs."""
@@ -237,6 +231,8 @@ class TensorWriter(PackedCopies):
         chunks of 16 bytes has chunk n at n ^ (r % 8). A warp loads lines of 64 elements, a lane two adjacent ones of each."""
         left, most = o is c.a, c.m if o is c.a else c.n
         stride, step = (o.row_stride, o.col_stride) if left else (o.col_stride, o.row_stride)
+        apart, beside, extent = (stride, step, c.k) if side.along else (step, stride, most)
+        paired = beside == 1 and apart % 2 == 0 and extent % 2 == 0 and aligned(o.offset, None, 2)
         step_lines = 4 * self.launch.copying
         at_once = min(AT_ONCE, size // step_lines)
         with self.scope([f"for (int from = warp; from < {size}; from += {step_lines * at_once}) {{"]):
@@ -249,14 +245,15 @@ class TensorWriter(PackedCopies):
                 else:
                     self.line(f"const int at = {first} + line / 64 * 64 + 2 * lane, d = k0 + line % 64;")
                     places = (("at", "d"), ("at + 1", "d"))
-                for part, (row, column) in enumerate(places):
+                for part, (row, column) in enumerate(places[:1] if paired else places):
                     place, down = Var("place", index_), Var("down", index_)
                     self.names[place], self.names[down] = f"(rlx_index)({row})", f"(rlx_index)({column})"
                     index = self.value(k.add(o.offset, k.add(k.mul(place, const(stride)), k.mul(down, const(step)))))
                     self.line(f"const bool in{part} = {row} < {most} && {column} < {c.k};")
                     # unconditional, from an address that exists: a branch would wait for each load
-                    self.line(f"const uint32_t e{part} = {self.names[o.buffer]}[in{part} ? {index} : 0];")
-                self.line("got[n] = (in0 ? e0 : 0) | (in1 ? e1 << 16 : 0);")
+                    found = f"{self.names[o.buffer]} + (in{part} ? {index} : 0)"
+                    self.line(f"const uint32_t e{part} = *{'(const uint32_t*)' * paired}({found});")
+                self.line("got[n] = (in0 ? e0 : 0)" + (";" if paired else " | (in1 ? e1 << 16 : 0);"))
             with self.scope(["#pragma unroll", f"for (int n = 0; n < {at_once}; n++) {{"]):
                 self.line(f"const int line = from + n * {step_lines};")
                 text = f"*(uint32_t*)(to + {start} + line * 128 + (lane / 4 ^ line % 8) * 16 + lane % 4 * 4) = got[n];"
@@ -308,15 +305,20 @@ class TensorWriter(PackedCopies):
         if tensor.promoted(c):
             into = "part"
             self.line(f"float part[{t.slabs}][{t.columns // 2}];")
-        with self.scope([f"for (int k0 = begin; k0 < end; k0 += {depth(c)}, turn++) {{"]):
+        first, each = "begin", 1
+        if t.alternate:
+            first, each = f"begin + group * {depth(c)}", 2
+            self.line("turn += group;")
+        with self.scope([f"for (int k0 = {first}; k0 < end; k0 += {each * depth(c)}, turn += {each}) {{"]):
             self.line(f"const int s = turn % {t.stages};")
             self.line(f"rlx_await(full + s, turn / {t.stages} & 1);")
             self.line(f"const unsigned char* const at = rlx_ring + s * {t.stage};")
             self.line("rlx_products_begin();")
             for part, slab in ((p, n) for p in range(LINE // 32) for n in range(t.slabs)):
-                left = f"at + {'' if t.turns else f'group * {t.slabs * SLAB} + '}{slab * SLAB + part * (32 if a.along else 2048)}"
+                own = "" if t.turns or t.alternate else f"group * {t.slabs * SLAB} + "
+                left = f"at + {own}{slab * SLAB + part * (32 if a.along else 2048)}"
                 right = f"at + {t.rows * LINE + part * (32 if b.along else 2048)}"
-                add = 1 if part else 0 if tensor.promoted(c) else "k0 > begin"
+                add = 1 if part else 0 if tensor.promoted(c) else f"k0 > {first}"
                 self.line(f"rlx_product({into}[{slab}], rlx_tile({left}, {SLAB}), rlx_tile({right}, {SLAB}), {add});")
             self.line("rlx_products_end();")
             if tensor.promoted(c):  # the other group multiplies meanwhile
@@ -326,112 +328,16 @@ class TensorWriter(PackedCopies):
                 self.line(f"for (int n = 0; n < {t.slabs * t.columns // 2}; n++) sum[0][n] += part[0][n];")
             else:
                 self.line("rlx_products_wait<1>();")
-                self.release("k0 > begin")
+                self.release(f"k0 > {first}", f"(turn - {each})")
         if t.turns:
             self.line("rlx_group_next(1 - group);")
         if not tensor.promoted(c):
             self.line("rlx_products_wait<0>();")
-            self.release("true")
+            self.release("true", f"(turn - {each})")
 
-    def release(self, condition: str, turn: str = "(turn - 1)") -> None:
-        """The stage before this one may be filled again."""
+    def release(self, condition: str, turn: str) -> None:
+        """A stage may be filled again."""
         self.line(f"if ({condition} && lane == 0) rlx_arrive(empty + {turn} % {self.launch.tiling.stages});")
-
-    def exchange(self) -> None:
-        """The sums of the whole axis: each block adds up its share of the columns, in an order of its own."""
-        t = self.launch.tiling
-        count, share = t.columns // 2, t.columns // 2 // t.parts
-        self.line('asm volatile("bar.sync 1, 256;" ::: "memory");  // both groups are done with the ring')
-        self.line(f"float4* const mine = (float4*)rlx_ring + threadIdx.x - {self.launch.copying * GROUP};")
-        with self.scope(["#pragma unroll", f"for (int n = 0; n < {count}; n += 4) {{"]):
-            self.line(f"mine[n / 4 * {2 * GROUP}] = make_float4(sum[0][n], sum[0][n + 1], sum[0][n + 2], sum[0][n + 3]);")
-        self.line("rlx_cluster_shares();")
-        with self.scope(["#pragma unroll", f"for (int n = 0; n < {share}; n += 4) {{"]):
-            self.line(f"const float4* const from = mine + (rank * {share} + n) / 4 * {2 * GROUP};")
-            self.line("float4 all = *from;")
-            with self.scope(["#pragma unroll", f"for (int p = 1; p < {t.parts}; p++) {{"]):
-                self.line(f"const float4 other = rlx_from_block(from, (rank + p) % {t.parts});")
-                self.line("all.x += other.x, all.y += other.y, all.z += other.z, all.w += other.w;")
-            for v, name in enumerate("xyzw"):
-                self.line(f"sum[0][n + {v}] = all.{name};")
-
-    # -- the epilogue
-
-    def epilogue(self, c: Contract) -> None:
-        """Piece after piece, in a loop: the code for all of them would not stay in the instruction cache."""
-        pieces = self.pieces(c)
-        parts, count = self.launch.tiling.parts, str(pieces.count)
-        if self.launch.rounds[1] and parts > 1:
-            count = f"(shared ? {pieces.count // parts} : {pieces.count})"
-        with self.scope(["#pragma unroll 1", f"for (int piece = 0; piece < {count}; piece++) {{"]):
-            self.place_piece(c, pieces)
-            self.line(f"if (first_column >= {c.n}) continue;")
-            if pieces.count > 1:
-                self.loads_of_piece(c, pieces)
-            with self.scope(["#pragma unroll", f"for (int p = 0; p < {pieces.count}; p++) {{", "if (p == piece) {"], 2):
-                self.to_rows(c, f"sum[p / {pieces.each}] + p % {pieces.each} * {self.launch.tiling.chunk // 2}")
-            self.line("__syncwarp();")
-            with self.scope(pieces.loop(), 2):
-                self.elements(c, pieces)
-            self.line("__syncwarp();")
-        self.registers.clear()
-        self.loaded.clear()
-
-    def pieces(self, c: Contract) -> Pieces:
-        t, size = self.launch.tiling, width(c.epilogue, (), c.j, c.n)
-        each = t.columns // t.chunk // (1 if self.launch.rounds[1] else t.parts)
-        return Pieces(t.slabs * each, each, size, t.chunk if c.also is None else t.chunk // 2)
-
-    def place_piece(self, c: Contract, pieces: Pieces) -> None:
-        t = self.launch.tiling
-        group = "" if t.turns else f"group * {t.slabs * 64} + "
-        first = "column0" + (f" + (shared ? rank * {t.columns // t.parts} : 0)" if t.parts > 1 else "")
-        first = f"({first}) / 2" if c.also is not None else first
-        self.line(f"const int first_row = row0 + {group}piece / {pieces.each} * 64 + warp % 4 * 16;")
-        self.line(f"const int first_column = {first} + piece % {pieces.each} * {pieces.wide};")
-
-    def place_elements(self, c: Contract, pieces: Pieces) -> str:
-        """Names the row of the elements from `e` on; their first column."""
-        i, j = self.fresh("i"), self.fresh("j")
-        self.line(f"const rlx_index {i} = first_row + e / {pieces.wide}, {j} = first_column + e % {pieces.wide};")
-        self.line(f"if ({i} >= {self.most} || {j} >= {c.n}) continue;")
-        self.names[c.i] = i
-        return j
-
-    def loads_of_piece(self, c: Contract, pieces: Pieces) -> None:
-        """Start all loads of a piece before the first one is waited for; before its products, where it is all of the tile."""
-        found = loads(c.epilogue, (), c.j, pieces.size) if pieces.size > 1 else []
-        for key, x in {key_of(x, c.j): x for x in found if x.guard is None}.items():
-            self.round, held = "n", self.fresh("q")
-            self.line(f"{self.dialect.element(x.buffer.dtype)} {held}[{pieces.rounds}][{pieces.size}];")
-            with self.scope(pieces.loop(), 2):
-                j0 = self.place_elements(c, pieces)
-                self.line(f"rlx_fetch<{pieces.size}>({held}[n], {self.names[x.buffer]} + {self.at_first(x.index, c.j, j0)});")
-            self.registers[key] = held
-            self.loaded.add(key)
-
-    def elements(self, c: Contract, pieces: Pieces) -> None:
-        size, wide, j0 = pieces.size, pieces.wide, self.place_elements(c, pieces)
-        sums = {"acc": (c.acc, 0)} if c.also is None else {"acc": (c.acc, 0), "also": (c.also, wide)}
-        for name, (var, column) in sums.items():
-            self.line(f"float {name}[{size}];")
-            self.line(f"rlx_staged({name}, staged, e / {wide}, {column} + e % {wide});")
-            text = f"{name}[{'v' if size > 1 else 0}]"
-            self.names[var] = text if var.dtype == f32 else f"({self.type(var.dtype)})__float_as_int({text})"
-        if size > 1:
-            self.in_vectors(c.epilogue, (), c.j, size, j0)
-        else:
-            self.names[c.j] = j0
-            self.block(c.epilogue)
-
-    def to_rows(self, c: Contract, source: str) -> None:
-        """Sums of a chunk of columns from the registers of a warp to rows in shared memory, integers by their bits."""
-        bits = "" if c.acc.dtype == f32 else "__int_as_float"
-        with self.scope(["#pragma unroll", f"for (int q = 0; q < {self.launch.tiling.chunk // 8}; q++) {{"]):
-            self.line("float* const to = staged + rlx_staged_at(lane / 4, q * 8 + lane % 4 * 2);")
-            self.line(f"const auto* const from = {source} + q * 4;")
-            self.line(f"*(float2*)to = make_float2({bits}(from[0]), {bits}(from[1]));")
-            self.line(f"*(float2*)(to + {8 * CHUNK}) = make_float2({bits}(from[2]), {bits}(from[3]));")
 
     def function(self, name: str) -> str:
         at = self.launch

@@ -1,0 +1,189 @@
+"""From the sums of a tile to results: sums that several groups or blocks share, and the epilogue (rlx.backends.cuda.tensor)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rlx.backends.cuda.render import CudaWriter
+from rlx.backends.cuda.rows import key_of
+from rlx.backends.cuda.tensor import CHUNK, GROUP, TensorLaunch
+from rlx.backends.cuda.vectors import loads, width
+from rlx.ir.dtype import f32
+from rlx.ir.kernel import Contract
+
+
+class Pieces(NamedTuple):
+    """Of the tile of a warp: 16 rows by `wide` columns, `each` side by side. A lane has `size` adjacent elements at a time."""
+
+    count: int
+    each: int
+    size: int
+    wide: int
+
+    @property
+    def rounds(self) -> int:
+        return -(-16 * self.wide // (32 * self.size))
+
+    def loop(self) -> list[str]:
+        head = f"for (int n = 0; n < {self.rounds}; n++) {{"
+        some = f"if (e < {16 * self.wide}) " if self.rounds * 32 * self.size > 16 * self.wide else ""
+        return ["#pragma unroll", head, f"const int e = (n * 32 + lane) * {self.size}; {some}{{"]
+
+
+class TileEnds(CudaWriter):
+    launch: TensorLaunch
+    most: str  # rows of the product
+
+    def halves(self) -> None:
+        """Each group adds up the sums of half of the columns. It is the last tile of the block, so that the ring is free."""
+        count = self.launch.tiling.columns // 4
+        self.line('asm volatile("bar.sync 1, 256;" ::: "memory");  // both groups are done with the ring')
+        self.line(f"float4* const half = (float4*)rlx_ring + threadIdx.x % {GROUP};")
+        with self.scope(["#pragma unroll", f"for (int n = 0; n < {count}; n += 4) {{"]):
+            given = (f"group ? sum[0][n + {v}] : sum[0][n + {count + v}]" for v in range(4))
+            self.line(f"half[(group * {count} + n) / 4 * {GROUP}] = make_float4({', '.join(given)});")
+        self.line('asm volatile("bar.sync 1, 256;" ::: "memory");')
+        with self.scope(["#pragma unroll", f"for (int n = 0; n < {count}; n += 4) {{"]):
+            self.line(f"const float4 other = half[((1 - group) * {count} + n) / 4 * {GROUP}];")
+            for v, name in enumerate("xyzw"):
+                self.line(f"sum[0][n + {v}] = (group ? sum[0][n + {count + v}] : sum[0][n + {v}]) + other.{name};")
+
+    def exchange(self) -> None:
+        """The sums of the whole axis: each block adds up its share of the columns, in an order of its own."""
+        t = self.launch.tiling
+        share = t.columns // 2 // t.shares
+        count, start = share * t.parts, t.columns * 2 * GROUP if t.alternate else 0  # behind what the groups exchanged
+        if not t.alternate:
+            self.line('asm volatile("bar.sync 1, 256;" ::: "memory");  // both groups are done with the ring')
+        self.line(f"float4* const mine = (float4*)(rlx_ring + {start}) + threadIdx.x - {self.launch.copying * GROUP};")
+        with self.scope(["#pragma unroll", f"for (int n = 0; n < {count}; n += 4) {{"]):
+            self.line(f"mine[n / 4 * {2 * GROUP}] = make_float4(sum[0][n], sum[0][n + 1], sum[0][n + 2], sum[0][n + 3]);")
+        self.line("rlx_cluster_shares();")
+        with self.scope(["#pragma unroll", f"for (int n = 0; n < {share}; n += 4) {{"]):
+            self.line(f"const float4* const from = mine + (rank * {share} + n) / 4 * {2 * GROUP};")
+            self.line("float4 all = *from;")
+            with self.scope(["#pragma unroll", f"for (int p = 1; p < {t.parts}; p++) {{"]):
+                self.line(f"const float4 other = rlx_from_block(from, (rank + p) % {t.parts});")
+                self.line("all.x += other.x, all.y += other.y, all.z += other.z, all.w += other.w;")
+            for v, name in enumerate("xyzw"):
+                self.line(f"sum[0][n + {v}] = all.{name};")
+
+    def queue(self, c: Contract) -> None:
+        """Rounded sums to boxes of 16 rows by 64 columns, which bulk copies store."""
+        t, side = self.launch.tiling, self.launch.results
+        assert side is not None and side.tensor is not None
+        f16, more = str(side.tensor.dtype == "f16").lower(), "".join(f", (int){self.names[v]}" for v in side.axes)
+        self.line("unsigned char* const boxes = (unsigned char*)staged + lane / 4 * 128 + lane % 4 * 4;")
+        self.line("rlx_stored();  // those of the tile before")
+        with self.scope(["#pragma unroll", f"for (int q = 0; q < {t.slabs * t.columns // 8}; q++) {{"]):
+            self.line("unsigned char* const to = boxes + q / 8 * 2048 + (q % 8 ^ lane / 4) * 16;")
+            self.line("const float* const from = sum[0] + q * 4;")
+            self.line(f"*(uint32_t*)to = rlx_rounded<{f16}>(from[0], from[1]);")
+            self.line(f"*(uint32_t*)(to + 1024) = rlx_rounded<{f16}>(from[2], from[3]);")
+        self.line('asm volatile("fence.proxy.async.shared::cta;" ::: "memory");')
+        self.line("__syncwarp();")
+        with self.scope(["if (lane == 0) {"]):
+            group = "" if t.turns else f"group * {t.slabs * 64} + "
+            for n in range(t.slabs * t.columns // 64):
+                slab, column = divmod(n * 64, t.columns)
+                row = f"row0 + {group}{slab * 64} + warp % 4 * 16"
+                self.line(f"rlx_store_box(&map_out, (unsigned char*)staged + {n * 2048}, column0 + {column}, {row}{more});")
+            self.line('asm volatile("cp.async.bulk.commit_group;" ::: "memory");')
+
+    def epilogue(self, c: Contract) -> None:
+        """Piece after piece, in a loop: the code for all of them would not stay in the instruction cache."""
+        pieces = self.pieces(c)
+        t, count = self.launch.tiling, str(pieces.count)
+        if self.launch.rounds[1] and t.parts > 1:
+            count = f"(shared ? {-(-t.columns // t.parts // self.chunk)} : {pieces.count})"
+        with self.scope(["#pragma unroll 1", f"for (int piece = 0; piece < {count}; piece++) {{"]):
+            self.place_piece(c, pieces)
+            self.line("if (first_column >= last_column) continue;")
+            if pieces.count > 1:
+                self.loads_of_piece(c, pieces)
+            with self.scope(["#pragma unroll", f"for (int p = 0; p < {pieces.count}; p++) {{", "if (p == piece) {"], 2):
+                self.to_rows(c, pieces)
+            self.line("__syncwarp();")
+            with self.scope(pieces.loop(), 2):
+                self.elements(c, pieces)
+            self.line("__syncwarp();")
+        self.registers.clear()
+        self.loaded.clear()
+
+    def pieces(self, c: Contract) -> Pieces:
+        t, size = self.launch.tiling, width(c.epilogue, (), c.j, c.n)
+        each = -(-self.finished // self.chunk)
+        return Pieces(t.slabs * each, each, size, self.chunk if c.also is None else self.chunk // 2)
+
+    @property
+    def chunk(self) -> int:
+        """Columns that the epilogue stages at once."""
+        return min(CHUNK, self.finished)
+
+    @property
+    def finished(self) -> int:
+        """Columns whose sums a group has in the end, at most."""
+        t = self.launch.tiling
+        return t.columns // (t.shares if t.alternate or not self.launch.rounds[1] else 1)
+
+    def place_piece(self, c: Contract, pieces: Pieces) -> None:
+        t = self.launch.tiling
+        group = "" if t.turns or t.alternate else f"group * {t.slabs * 64} + "
+        first = "column0" + (f" + (shared ? rank * {t.columns // t.shares} : 0)" if t.parts > 1 else "")
+        first += f" + group * {t.columns // 2}" if t.alternate else ""
+        own = str(self.finished)
+        if t.parts > 1 and own != str(t.columns // t.shares):
+            own = f"(shared ? {t.columns // t.shares} : {own})"
+        last = f"{first} + {own}"
+        first, last = (f"({x}) / 2" if c.also is not None else x for x in (first, last))
+        self.line(f"const int last_column = min({c.n}, {last});")
+        self.line(f"const int first_row = row0 + {group}piece / {pieces.each} * 64 + warp % 4 * 16;")
+        self.line(f"const int first_column = {first} + piece % {pieces.each} * {pieces.wide};")
+
+    def place_elements(self, c: Contract, pieces: Pieces) -> str:
+        """Names the row of the elements from `e` on; their first column."""
+        i, j = self.fresh("i"), self.fresh("j")
+        self.line(f"const rlx_index {i} = first_row + e / {pieces.wide}, {j} = first_column + e % {pieces.wide};")
+        self.line(f"if ({i} >= {self.most} || {j} >= last_column) continue;")
+        self.names[c.i] = i
+        return j
+
+    def loads_of_piece(self, c: Contract, pieces: Pieces) -> None:
+        """Start all loads of a piece before the first one is waited for; before its products, where it is all of the tile."""
+        found = loads(c.epilogue, (), c.j, pieces.size) if pieces.size > 1 else []
+        for key, x in {key_of(x, c.j): x for x in found if x.guard is None}.items():
+            self.round, held = "n", self.fresh("q")
+            self.line(f"{self.dialect.element(x.buffer.dtype)} {held}[{pieces.rounds}][{pieces.size}];")
+            with self.scope(pieces.loop(), 2):
+                j0 = self.place_elements(c, pieces)
+                self.line(f"rlx_fetch<{pieces.size}>({held}[n], {self.names[x.buffer]} + {self.at_first(x.index, c.j, j0)});")
+            self.registers[key] = held
+            self.loaded.add(key)
+
+    def elements(self, c: Contract, pieces: Pieces) -> None:
+        size, wide, j0 = pieces.size, pieces.wide, self.place_elements(c, pieces)
+        sums = {"acc": (c.acc, 0)} if c.also is None else {"acc": (c.acc, 0), "also": (c.also, wide)}
+        for name, (var, column) in sums.items():
+            self.line(f"float {name}[{size}];")
+            self.line(f"rlx_staged({name}, staged, e / {wide}, {column} + e % {wide});")
+            text = f"{name}[{'v' if size > 1 else 0}]"
+            self.names[var] = text if var.dtype == f32 else f"({self.type(var.dtype)})__float_as_int({text})"
+        if size > 1:
+            self.in_vectors(c.epilogue, (), c.j, size, j0)
+        else:
+            self.names[c.j] = j0
+            self.block(c.epilogue)
+
+    def to_rows(self, c: Contract, pieces: Pieces) -> None:
+        """Sums of a piece from the registers of a warp to rows in shared memory, integers by their bits."""
+        bits, chunk = "" if c.acc.dtype == f32 else "__int_as_float", self.chunk
+        with self.scope(["#pragma unroll", f"for (int q = 0; q < {chunk // 8}; q++) {{"]):
+            if self.finished % chunk:
+                self.line(f"if (p % {pieces.each} * {chunk} + q * 8 >= {self.finished}) break;")
+            self.line("float* const to = staged + rlx_staged_at(lane / 4, q * 8 + lane % 4 * 2);")
+            self.line(f"const auto* const from = sum[p / {pieces.each}] + p % {pieces.each} * {chunk // 2} + q * 4;")
+            self.line(f"*(float2*)to = make_float2({bits}(from[0]), {bits}(from[1]));")
+            self.line(f"*(float2*)(to + {8 * CHUNK}) = make_float2({bits}(from[2]), {bits}(from[3]));")
+
+
+__all__ = ["TileEnds"]
