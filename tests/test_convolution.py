@@ -216,6 +216,19 @@ def test_operands_of_other_dtypes_are_refused() -> None:
         conv_graph({}, [(1, 3, 5), (4, 3, 3), (4,)], ["f32", "f32", "f64"], bias=True)
 
 
+@pytest.mark.parametrize("device", SESSIONS)
+@pytest.mark.parametrize(("op", "x", "w", "attrs", "found"), [
+    ("conv", (2, 3, 7, 9), (0, 3, 3, 2), {}, (2, 0, 5, 8)), ("conv", (2, 4, 9), (0, 1, 3), {"groups": 4}, (2, 0, 7)),
+    ("conv", (2, 4, 9), (0, 2, 3), {"groups": 2}, (2, 0, 7)), ("conv_transpose", (1, 2, 5), (2, 0, 2), {}, (1, 0, 6)),
+    ("conv_transpose", (2, 0, 4, 5), (0, 3, 2, 2), {}, (2, 3, 5, 6)), ("conv", (2, 0, 7), (3, 0, 3), {}, (2, 3, 5)),
+])  # fmt: skip
+def test_no_channels_are_convolved(device: str, op: str, x: Any, w: Any, attrs: dict[str, Any], found: tuple[int, ...]) -> None:
+    g = rlx.Graph("none")
+    g.set_outputs([getattr(rlx, op)(g.input("x", x, "f32"), g.input("w", w, "f32"), **attrs)])
+    (got,) = SESSIONS[device].compile(g).run({"x": np.ones(x, np.float32), "w": np.ones(w, np.float32)})
+    assert got.shape == found and not got.any()
+
+
 def test_dims_beyond_any_memory_are_refused() -> None:
     g = conv_graph({"low": 1 << 61}, [(1, 2, 5), (4, 2, 1)], ["f32"] * 2, bias=False)
     with pytest.raises(RlxError, match="more than any memory"):

@@ -15,6 +15,7 @@ import device_conformance as conformance
 import expert_graphs
 import numpy as np
 import pytest
+from explain_pages import report_in
 from fake_cuda import FakeDriver, Status, installed, words
 
 import rlx
@@ -37,7 +38,6 @@ from rlx.errors import (
     OutOfMemoryError,
     TransferError,
 )
-from rlx.explain.page import report_in
 from rlx.host import disk
 from rlx.ir.blocks import FORMATS
 from rlx.ir.evaluate import evaluate

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from explain_pages import report_in
 
 from rlx.cli.main import run
-from rlx.explain.page import report_in, run_steps
+from rlx.explain.page import run_steps
 from tests import small_models
 
 

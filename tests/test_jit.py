@@ -60,6 +60,22 @@ def test_trees_of_arguments_and_results() -> None:
     np.testing.assert_array_equal(made["more"][0], A * 2)
 
 
+def test_containers_without_an_end_are_refused() -> None:
+    def same(x: Any) -> Any:
+        return x
+
+    around: list[Any] = []
+    around.append({"again": around})
+    deep: Any = A
+    for _ in range(1000):
+        deep = (deep,)
+    for given in (around, deep):
+        with pytest.raises(OptionError, match="containers of arrays have at most 100 levels; a .* contains itself, or more"):
+            rlx.jit(same)(given)
+    with pytest.raises(OptionError, match="at most 100 levels"):
+        rlx.jit(lambda x: around)(A)
+
+
 def test_it_is_traced_again_for_another_signature_only_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     traced = []
 

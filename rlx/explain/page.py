@@ -45,14 +45,6 @@ def page(report: Data) -> str:
     return "".join(values[part] if at % 2 else part for at, part in enumerate(parts))
 
 
-def report_in(text: str) -> Data:
-    """The report in the text of a page."""
-    found = re.search(r'id="report">([A-Za-z0-9+/=]*)</script>', text)
-    if found is None:
-        raise ValueError("this is not a page that rlx wrote")
-    return json.loads(gzip.decompress(base64.b64decode(found[1])))
-
-
 def _digest(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
@@ -183,4 +175,4 @@ def bug_report(report: Data) -> str:
     return "\n".join(lines)
 
 
-__all__ = ["bug_report", "page", "report_in", "run_steps"]
+__all__ = ["bug_report", "page", "run_steps"]

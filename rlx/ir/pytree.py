@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from rlx.errors import OptionError
 from rlx.records import record
 
 
@@ -50,10 +51,14 @@ class Tree:
 
 
 LEAF, NOTHING = Tree(None), Tree(type(None))
+DEEPEST = 100  # levels of containers
 
 
-def flatten(x: object, leaves: list[Any], is_leaf: Callable[[object], bool] = lambda _: False) -> Tree:
-    """Appends the leaves of x to `leaves`, dicts in the order of their keys, and returns the form of x."""
+def flatten(x: object, leaves: list[Any], is_leaf: Callable[[object], bool] = lambda _: False, level: int = 0) -> Tree:
+    """Appends the leaves of x to `leaves`, dicts in the order of their keys, and returns the form of x. OptionError: its levels
+    have no end, or are too many."""
+    if level > DEEPEST:
+        raise OptionError(f"containers of arrays have at most {DEEPEST} levels; a {type(x).__name__} contains itself, or more")
     if x is None:
         return NOTHING
     if is_leaf(x):
@@ -71,7 +76,7 @@ def flatten(x: object, leaves: list[Any], is_leaf: Callable[[object], bool] = la
         leaves.append(x)
         return LEAF
     kind = dict if isinstance(x, (Counter, defaultdict)) else type(x)  # these are not made of pairs alone
-    return Tree(kind, names, tuple([flatten(child, leaves, is_leaf) for child in children]))
+    return Tree(kind, names, tuple([flatten(child, leaves, is_leaf, level + 1) for child in children]))
 
 
 def _in_order(names: Iterable[object]) -> tuple[object, ...]:

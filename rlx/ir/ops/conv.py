@@ -68,7 +68,8 @@ def _conv(attrs: ConvAttrs, x: Value, w: Value, b: Value | None = None) -> Value
     *window, inner, out = w.shape.static
     dtype = products(x.dtype, w.dtype)
     if attrs.groups == 1:
-        made = flatten_matmul(windowed(attrs, x, tuple(window), 1), reshape(w, dims=(-1, out)), axes=len(window) + 1)
+        w = reshape(w, dims=(math.prod(window) * inner, out))
+        made = flatten_matmul(windowed(attrs, x, tuple(window), 1), w, axes=len(window) + 1)
     elif inner == 1:
         made = _depthwise(attrs, x, w, dtype.compute)
     else:
@@ -95,7 +96,7 @@ def _depthwise(attrs: ConvAttrs, x: Value, w: Value, compute: DType) -> Value:
     spatial, (*window, _, out) = w.rank - 2, w.shape.static
     seen = windowed(attrs, x, tuple(window), 1).astype(compute)
     w, several = w.astype(compute), (attrs.groups, out // attrs.groups)
-    if several[1] > 1:
+    if several[1] != 1:
         seen, w = reshape(seen, dims=(*seen.dims, 1)), reshape(w, dims=(*window, *several))
     else:
         w = reshape(w, dims=(*window, out))
@@ -109,7 +110,7 @@ def _grouped(attrs: ConvAttrs, x: Value, w: Value) -> Value:
     seen = windowed(attrs, reshape(x, dims=(*x.dims[:-1], groups, inner)), tuple(window), 1)
     seen = transpose(seen, axes=(spatial + 1, *range(spatial + 1), *range(spatial + 2, seen.rank)))
     w = transpose(reshape(w, dims=(*window, inner, groups, out // groups)), axes=(spatial + 1, *range(spatial + 1), spatial + 2))
-    made = flatten_matmul(seen, reshape(w, dims=(groups, -1, out // groups)), axes=spatial + 1, batch=1)
+    made = flatten_matmul(seen, reshape(w, dims=(groups, math.prod(window) * inner, out // groups)), axes=spatial + 1, batch=1)
     made = transpose(made, axes=(*range(1, spatial + 2), 0, spatial + 2))
     return reshape(made, dims=(*made.dims[: spatial + 1], out))
 

@@ -127,7 +127,7 @@ def _convolved(
         w = gather(w, constant(np.array(p.taps)), axis=2 * axis)
     w = reshape(w, dims=(*chain.from_iterable(zip(taps, steps)), groups, channels // groups, out))
     order = (*range(0, 2 * count, 2), 2 * count + 1, 2 * count, *range(1, 2 * count, 2), 2 * count + 2)
-    w = reshape(transpose(w, axes=order), dims=(*taps, channels // groups, -1))
+    w = reshape(transpose(w, axes=order), dims=(*taps, channels // groups, groups * math.prod(steps) * out))
     seen = _cut(x, [f - p.back for f, p in zip(first, phases)], [n + (len(p.taps) - 1) * p.apart for n, p in zip(places, phases)])
     biases: list[Any] = [] if b is None else [reshape(broadcast_to(bias, dims=(groups, *steps, out)), dims=(-1,))]
     made = conv(seen, w, *biases, dilation=tuple(p.apart for p in phases), groups=groups, channels_last=True)
