@@ -20,6 +20,7 @@ from rlx.records import record
 F32 = 4  # bytes
 NEAR_ONE = (0.00831246841698885, 0.041890256106853485, 0.16667115688323975, 0.499992311000824, 1.0, 1.0)  # as math.EXP, to 1.1e-7
 BESIDE = 2  # keys whose weights are computed together: each weight is a chain of dependent operations
+NEAR_KEYS = 8  # how far keys and values are prefetched from the L2 cache into the L1 cache
 STRETCH = 16  # vectors of a key that are multiplied in unrolled code
 
 
@@ -208,6 +209,7 @@ def dots_function(
     with e.loop(0, count) as x:
         key, totals = source.at(e, keys, x.index), [e.const(ty, 0.0)] * height
         if values and beside:
+            prefetch(e, [source.at(e, key, NEAR_KEYS)], source.byte(0, columns), level=1)
             prefetch(e, [beside[0].at(e, values, x.index)], beside[1])
         if whole:
             with e.loop(0, whole, span, carried=totals) as at:

@@ -12,7 +12,7 @@ from functools import partial
 
 from rlx.backends.cpu.kernels import attention_parts as parts
 from rlx.backends.cpu.kernels.attention_items import PART_KEY_BLOCK, Attention, Tensor
-from rlx.backends.cpu.kernels.attention_parts import F32, Mask
+from rlx.backends.cpu.kernels.attention_parts import F32, NEAR_KEYS, Mask
 from rlx.backends.cpu.kernels.module import SCRATCH, step
 from rlx.backends.cpu.kernels.tile import LINE, Layout, Tile, stage_rows_function, tile_function, transpose_function
 from rlx.host.emit import Emitter, V
@@ -225,9 +225,10 @@ class VectorAttention(Attention):
             high = 2
         for vectors in _even_parts(whole, (self.registers - 2) // (high + 1)):
             tail = self.width % self.lanes if column + vectors * self.lanes > self.width else 0
-            share, key_bytes = 0 if after is None or column else self.k.layout.byte(1, 0), self.k.layout.byte(0, self.size)
+            share, of = 0 if after is None or column else self.k.layout.byte(1, 0), self.k.layout.byte(0, self.size)
             fetched = (after,) if after is not None and share else ()  # not if all keys lie in one place
-            t = Tile(high, vectors, self.lanes, 1, tail, f32, self.sums.row, careful, ahead=share, ahead_of=key_bytes)
+            near = NEAR_KEYS if fetched else 0
+            t = Tile(high, vectors, self.lanes, 1, tail, f32, self.sums.row, careful, ahead=share, ahead_of=of, near=near)
             body = partial(tile_function, t=t, from_a=self.scores, from_b=self.near_v)
             with e.loop(0, rows, high, nonempty=True) as at:
                 a, b = self.scores.at(e, scores, at.index), self.near_v.at(e, values, 0, column)

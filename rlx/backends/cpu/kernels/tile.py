@@ -60,7 +60,8 @@ class Tile:
     columns of the last vector that b has in memory (0: all of them); the others are not read. `careful`: a zero element of a
     gives zero products even if b is NaN or infinite. `group`: an element is two bf16 numbers (denormals count as zero), or four
     integers, u8 in a and i8 in b; one instruction sums all their products. `ahead`, `rows_ahead`: bytes to prefetch per step of
-    k, from one place each. `ahead_of`: those of them that are wanted, 0: all. `adds`: to the previous sums."""
+    k, from one place each. `ahead_of`: those of them that are wanted, 0: all. `near`: steps of k by which b is prefetched
+    into the L1 cache, 0: it is not. `adds`: to the previous sums."""
 
     rows: int
     vectors: int
@@ -74,6 +75,7 @@ class Tile:
     ahead: int = 0
     rows_ahead: int = 0
     ahead_of: int = 0
+    near: int = 0
     adds: bool = False
 
 
@@ -131,6 +133,8 @@ def tile_function(
 
     def one(at_a: V, at_b: V, u: int, partial: list[V]) -> list[V]:
         """Step u of k, relative to the addresses."""
+        if t.near:
+            prefetch(e, [from_b.at(e, at_b, u + t.near)], from_b.byte(0, t.vectors * t.lanes), level=1)
         tails = [0] * (across - 1) + [t.tail]
         lines = [from_b.at(e, at_b, u, v * lanes) for v in range(across)]
         if side == 2:
