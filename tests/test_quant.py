@@ -9,7 +9,7 @@ from devices import TWO
 from op_cases import cases
 
 import rlx
-from rlx.errors import AttributeValueError, DTypeError, NumericsError, ShapeError
+from rlx.errors import AttributeValueError, DTypeError, IndexRangeError, NumericsError, ShapeError
 from rlx.ir.blocks import FORMATS
 from rlx.ir.ops.quant import dequant_matmul, dequantize
 
@@ -161,3 +161,18 @@ def test_what_does_not_fit_is_refused():
     refused(DTypeError, "floats", dequant_matmul, ((3, 32), "i32"), ((5, 34), "u8"), format="q8_0")
     with pytest.raises(ShapeError, match="no whole number of q8_0 blocks"):
         FORMATS["q8_0"].decode_rows(np.zeros((2, 35), np.uint8))
+
+
+@pytest.mark.parametrize("device", ["cpu", "ref"])
+def test_no_row_of_an_empty_table_is_read(device: str) -> None:
+    """An index is out of range there, whatever it is; with none, the result is empty."""
+    for count in (3, 0):
+        g = rlx.Graph("rows")
+        table, ids = g.input("table", (0, 68), "u8"), g.input("ids", (count,), "i32")
+        g.set_outputs([rlx.ops.quant_rows(table, ids, format="q8_0", columns=64)])
+        compiled, given = rlx.compile(g, device=device), {"table": np.zeros((0, 68), np.uint8), "ids": np.zeros(count, np.int32)}
+        if count:
+            with pytest.raises(IndexRangeError, match="out of range"):
+                compiled.run(given)
+        else:
+            assert compiled.run(given)[0].shape == (0, 64)
