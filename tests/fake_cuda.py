@@ -9,6 +9,7 @@ It shows what the executable asks of a driver, and in which order; it says nothi
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 import threading
 import time
@@ -33,7 +34,7 @@ from rlx.backends.ref.interpret import run_kernel
 from rlx.backends.shared.packed import panel
 from rlx.driver.memory import MEMORIES
 from rlx.ir.blocks import Panel
-from rlx.ir.dtype import f32
+from rlx.ir.dtype import f32, u8
 from rlx.ir.kernel import Buffer, Contract, Kernel, Load, Operand, Store, Var, k
 
 Status = IntEnum("Status", {
@@ -468,26 +469,27 @@ def in_numbers(kernel: Kernel, arrays: list[np.ndarray]) -> tuple[Kernel, list[n
             p, panels = panel(s.b.blocks), s.b.buffer
             row_bytes = s.k // p.plain.block * p.packed.nbytes  # of a whole panel
             group = -(-s.width // p.rows) * row_bytes
-            numbers = Buffer("numbers", f32, panels.size // group * s.width * s.k, True)
-            decode = decoding(p, panels, numbers, (panels.size // group, s.width, s.k), group, row_bytes)
-            decoded = np.empty(numbers.size, np.float32)
-            run_kernel(decode, [arrays[buffers.index(panels)], decoded])
+            dims = panels.size // group, s.width, s.k
+            decoded = decode(p, dims, group, row_bytes, arrays[buffers.index(panels)].tobytes())
+            numbers = Buffer("numbers", f32, decoded.size, True)
             offset = k.mul(k.div(s.b.offset, group), s.width * s.k)
             body[at] = replace(s, b=Operand(numbers, offset, row_stride=1, col_stride=s.k))
             buffers, arrays = [*buffers, numbers], [*arrays, decoded]
     return replace(kernel, body=tuple(body), buffers=tuple(buffers)), arrays
 
 
-@lru_cache(1024)
-def decoding(
-    p: Panel, panels: Buffer, numbers: Buffer, dims: tuple[int, int, int], group_bytes: int, row_bytes: int
-) -> Kernel:
-    """numbers[group, row, column], of panels; `row_bytes`: of a panel."""
+@lru_cache(64)  # most runs have the weights of the run before
+def decode(p: Panel, dims: tuple[int, int, int], group_bytes: int, row_bytes: int, held: bytes) -> np.ndarray:
+    """numbers[group, row, column], of what panels hold; `row_bytes`: of a panel."""
+    panels, numbers = Buffer("panels", u8, len(held)), Buffer("numbers", f32, math.prod(dims), True)
     at = group, row, column = Var("group"), Var("row"), Var("column")
     start = k.add(k.mul(group, group_bytes), k.mul(k.div(row, p.rows), row_bytes))
     value = p.packed.element(column, lambda byte: Load(panels, k.add(start, byte)), k.rem(row, p.rows))
     to = k.add(k.mul(k.add(k.mul(group, dims[1]), row), dims[2]), column)
-    return Kernel("decode", (panels, numbers), (), tuple(zip(at, dims)), (Store(numbers, to, value),))
+    made = np.empty(numbers.size, np.float32)
+    decoding = Kernel("decode", (panels, numbers), (), tuple(zip(at, dims)), (Store(numbers, to, value),))
+    run_kernel(decoding, [np.frombuffer(held, np.uint8), made])
+    return made
 
 
 def experts_of(kernel: Kernel) -> int:
