@@ -108,7 +108,7 @@ def test_blocks_fit_into_the_shared_memory_of_their_architecture(arch, most):
     wide = [g.input(f"w{n}", (1, 2, 24, 256), "bf16") for n in range(3)]
     x, w = g.input("x", (8, 4096), "f32"), g.param("w", (512, 4096), "i8")
     weights = rlx.dequantize(g.param("p", (512, 4096 // 32 * 34), "u8"), format="q8_0", columns=4096)
-    y = g.input("y", (512, 4096), "bf16")
+    y = g.input("y", (2048, 4096), "bf16")
     g.set_outputs([rlx.attention(q, q, q), rlx.attention(*wide), x @ weights.T, x @ rlx.cast(w, "f32").T, y @ y.T])
     kernels = {s.kernel for steps in lower(g, target(arch), rlx.CompileOptions()).phases.values() for s in steps}
     held = [launch_of(kernel, arch).shared for kernel in kernels]
