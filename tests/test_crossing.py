@@ -65,6 +65,16 @@ def test_tiles_past_the_end_start_earlier(dims: tuple[int, ...], dtype: rlx.DTyp
         assert "masked" not in text
 
 
+@pytest.mark.parametrize("dtype", [rlx.f32, rlx.bf16, rlx.i8], ids=str)
+@pytest.mark.parametrize("dims", [(2, 24, 7, 9), (1, 70, 56, 56), (2, 16, 13, 1)])
+def test_images_are_moved_as_one_row_of_pixels(dims: tuple[int, ...], dtype: rlx.DType) -> None:
+    x = np.random.default_rng(0).integers(-100, 100, dims).astype(dtype.numpy)
+    for axes in ((0, 2, 3, 1), (0, 3, 1, 2)):
+        for threads in (1, 2):
+            got, _ = run(lambda v, axes=axes: rlx.transpose(v, axes=axes), x, threads=threads)
+            np.testing.assert_array_equal(got.astype(np.float32), x.transpose(axes).astype(np.float32))
+
+
 def test_results_past_the_caches() -> None:
     """Whole vectors are streamed where they are aligned; other rows, and elements that are computed, are as exact."""
     rng = np.random.default_rng(0)

@@ -21,7 +21,7 @@ from rlx.backends.cpu.loops import (  # isort: skip
     TASKS_PER_THREAD, emit_serial_loop, emit_statements, emit_vector_loop, hoist, prefers_inner, weight,
 )  # fmt: skip
 from rlx.backends.cpu.scope import Prefetch, Scope, expr, limit_of
-from rlx.backends.cpu.transpose import Crossing, crossing, emit_tiles
+from rlx.backends.cpu.transpose import Crossing, collapsed, crossing, emit_tiles
 from rlx.backends.shared.nest import distinct, nested, stores
 from rlx.backends.shared.rounding import in_fewer
 from rlx.host.emit import STREAMS, Emitter, V
@@ -128,9 +128,12 @@ class Space:
         """The same space, tiled if the kernel is a transposing loop."""
         if not self.vector or kernel.limits:
             return self
-        x = crossing(list(zip(self.vars, self.extents)), self.body, target.vector_bytes, streams)
-        extents = tuple(x.blocks if x and v is x.row else n for v, n in zip(self.vars, self.extents))
-        return replace(self, extents=extents, crossing=x)
+        dims, body = collapsed(list(zip(self.vars, self.extents)), self.body)
+        x = crossing(dims, body, target, streams)
+        if x is None:
+            return self
+        extents = tuple(x.blocks if v is x.row else n for v, n in dims)
+        return replace(self, vars=tuple(v for v, _ in dims), extents=extents, body=body, crossing=x)
 
     def weight_ns(self, target: Target) -> float:
         """Estimated time of all points on one thread."""

@@ -19,10 +19,11 @@ from rlx.backends.cpu.abi import LINE
 from rlx.backends.cpu.kernels.tile import transposed
 from rlx.backends.cpu.loops import emit_statements, lanes_of
 from rlx.backends.cpu.scope import Scope, access, address
-from rlx.backends.shared.nest import distinct, stores
+from rlx.backends.shared.nest import distinct, stores, substitute
 from rlx.host import alu
 from rlx.host.emit import Emitter, V, vector
-from rlx.ir.kernel import Buffer, Load, Local, Loop, Stmt, Store, Var, coefficient, expressions
+from rlx.ir.kernel import Buffer, Load, Local, Loop, Stmt, Store, Var, coefficient, const, expressions
+from rlx.ir.target import Target
 from rlx.records import record
 
 LEAST_LANES = 4  # of a tile
@@ -30,7 +31,6 @@ MOST_LANES = 32  # of one whose results stay in cache: larger ones of bytes take
 TILES, RUN = 32, 4  # most tiles in a block, and side by side: lines of few rows are read in turn
 PART = 4 * LINE  # bytes of each row that are prefetched together
 ROWS, STREAMED_ROWS = 64, 32  # prefetched rows that are read in turn; where the results are written past the caches
-KEPT = 1 << 19  # bytes of results that stay in the second-level cache, with what they are made of
 Rest = Callable[[Scope, tuple[V, V] | None], None]  # (scope, bounds): emits the last dimension, or its part in bounds
 
 
@@ -74,8 +74,22 @@ class Crossing:
         return e.intrinsic("smin", at, e.bin("sub nsw", e.i64(end), self.size)) if early else at
 
 
+def collapsed(dims: list[tuple[Var, int]], body: tuple[Stmt, ...]) -> tuple[list[tuple[Var, int]], tuple[Stmt, ...]]:
+    """The dimensions and the body of a loop nest that only moves elements, with adjacent dimensions as one where every index is
+    linear over both: the rows and columns of an image."""
+    if len(body) != 1 or not isinstance(s := body[0], Store) or s.guard is not None or not _moves(s):
+        return dims, body
+    for at in range(len(dims) - 2, -1, -1):
+        (high, n), (low, m) = dims[at : at + 2]
+        steps = [(coefficient(x.index, high), coefficient(x.index, low)) for x in (s, s.value)]  # type: ignore[union-attr]
+        if all(a is not None and b is not None and a == b * m for a, b in steps):
+            dims = [*dims[:at], (low, n * m), *dims[at + 2 :]]
+            (s,) = body = substitute(body, {high: const(0)})
+    return dims, body
+
+
 def crossing(
-    dims: Sequence[tuple[Var, int]], body: tuple[Stmt, ...], vector_bytes: int, streams: Collection[Buffer | Local] = ()
+    dims: Sequence[tuple[Var, int]], body: tuple[Stmt, ...], target: Target, streams: Collection[Buffer | Local] = ()
 ) -> Crossing | None:
     """The tiles of a loop nest with this body; None if no load is transposed, or one has no constant
     stride. `streams`: buffers that are written past the caches."""
@@ -89,22 +103,23 @@ def crossing(
     if not across or not simple or coefficient(s.index, loop.var) != 1 or not rows:
         return None
     itemsize, streamed = s.buffer.dtype.itemsize, s.buffer in streams
-    lanes = vector_bytes // itemsize if _moves(s) else lanes_of(loop, vector_bytes)
-    lanes = lanes if streamed else min(lanes, MOST_LANES)
+    lanes, whole = lanes_of(loop, target.vector_bytes), target.vector_bytes // itemsize
+    if _moves(s) and loop.extent % whole == 0:  # elsewhere most stores of whole lines would be to two of them
+        lanes = whole if streamed else min(whole, MOST_LANES)
     while lanes > min(rows[-1][1], loop.extent):
         lanes //= 2
     if lanes < LEAST_LANES:
         return None
     x = Crossing(*rows[-1], loop, across, lanes, again=len(across) == len(loads))
     part = PART // (lanes * itemsize)
-    if lanes < part or s.buffer.size * itemsize <= KEPT:
+    if lanes < part or 2 * s.buffer.size * itemsize <= target.core_cache_bytes:
         return x
     return replace(x, part=part, run=max(2, (STREAMED_ROWS if streamed else ROWS) // lanes, TILES // x.tiles))
 
 
 def _moves(s: Store) -> bool:
     """Whether the store writes the bits that it loads."""
-    return isinstance(s.value, Load) and s.value.buffer.dtype == s.buffer.dtype
+    return isinstance(s.value, Load) and s.value.guard is None and s.value.buffer.dtype == s.buffer.dtype
 
 
 def emit_tiles(x: Crossing, scope: Scope, bounds: tuple[V, V] | None, rest: Rest) -> None:
@@ -198,4 +213,4 @@ def _store(x: Crossing, scope: Scope, loaded: Sequence[V]) -> None:
     emit_statements(x.loop.body, scope)
 
 
-__all__ = ["Crossing", "crossing", "emit_tiles"]
+__all__ = ["Crossing", "collapsed", "crossing", "emit_tiles"]
