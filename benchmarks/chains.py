@@ -35,7 +35,7 @@ from rlx.host import jit
 from rlx.host.emit import ATTRIBUTES, PARAMETERS, Emitter, V, vector
 
 PEERS = ("numpy", "torch", "onnxruntime", "openvino", "jax")
-SLACK = {"f32": 2e-5, "bf16": 2e-2, "f16": 2e-3}
+SLACK = {"f32": 2e-5, "bf16": 2e-2, "f16": 2e-3, "i8": 0.0}
 MARK = "## Chains, `python benchmarks/chains.py`"
 
 
@@ -97,11 +97,25 @@ def cases() -> list[Case]:
         out.append(Case(f"cumsum {label}", lambda m, x, axis=axis: m.cumsum(x, axis), (dims,)))
     for n in (256, 1024, 4096):
         out.append(Case(f"transpose {n}x{n}", lambda m, x: m.transpose(x, (1, 0)), ((n, n),)))
+    for dims in ((1000, 1000), (2000, 3000), (128, 65536), (65536, 128)):
+        out.append(Case(f"transpose {dims[0]}x{dims[1]}", lambda m, x: m.transpose(x, (1, 0)), (dims,)))
+    for dtype in ("bf16", "i8"):
+        for n in (1024, 4096):
+            out.append(Case(f"transpose {n}x{n}", lambda m, x: m.transpose(x, (1, 0)), ((n, n),), dtype))
     out.append(Case("transpose heads 8x128x12x64", lambda m, x: m.transpose(x, (0, 2, 1, 3)), ((8, 128, 12, 64),)))
+    for dims in ((1, 16, 2048, 64), (32, 16, 1024, 64)):
+        out.append(Case(f"transpose keys {_dims(dims)}", lambda m, x: m.transpose(x, (0, 1, 3, 2)), (dims,)))
+    for n, c, side in ((8, 256, 14), (1, 64, 56), (1, 3, 224), (8, 3, 640)):  # images, to channels last and back
+        for dims, axes in (((n, c, side, side), (0, 2, 3, 1)), ((n, side, side, c), (0, 3, 1, 2))):
+            out.append(Case(f"transpose {_dims(dims)}", lambda m, x, axes=axes: m.transpose(x, axes), (dims,)))
     for n in (1 << 8, 1 << 12):
         out.append(Case(f"concat last {n}x(1024+1024)", lambda m, x, y: m.concat(x, y, 1), ((n, 1024),) * 2))
     out.append(Case("concat first 2x(1024x1024)", lambda m, x, y: m.concat(x, y, 0), ((1024, 1024),) * 2))
     return out
+
+
+def _dims(dims: tuple[int, ...]) -> str:
+    return "x".join(map(str, dims))
 
 
 def _size(n: int) -> str:
@@ -138,7 +152,7 @@ def torch_calls(case: Case, arrays: Sequence[np.ndarray], threads: int) -> Made:
 
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
-    dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[case.dtype]
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "i8": torch.int8}[case.dtype]
     xs = [torch.from_numpy(np.asarray(a, np.float32)).to(dtype) for a in arrays]
     m = Torch()
     return lambda: case.make(m, *xs), lambda: case.make(m, *xs).to(torch.float64).numpy()

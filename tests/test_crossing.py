@@ -75,6 +75,19 @@ def test_images_are_moved_as_one_row_of_pixels(dims: tuple[int, ...], dtype: rlx
             np.testing.assert_array_equal(got.astype(np.float32), x.transpose(axes).astype(np.float32))
 
 
+@pytest.mark.parametrize("dtype", [rlx.f32, rlx.bf16, rlx.i8, rlx.f64], ids=str)
+@pytest.mark.parametrize("channels", [2, 3, 4])
+def test_few_channels_are_interleaved(channels: int, dtype: rlx.DType) -> None:
+    """Channels first to channels last and back: neither gathers nor masks, also where pixels do not fill vectors."""
+    for pixels in ((4, 16), (5, 113), (1, 9000)):
+        for dims, axes in (((2, channels, *pixels), (0, 2, 3, 1)), ((2, *pixels, channels), (0, 3, 1, 2))):
+            x = np.random.default_rng(0).integers(-100, 100, dims).astype(dtype.numpy)
+            for threads in (1, 2):
+                got, text = run(lambda v, axes=axes: rlx.transpose(v, axes=axes), x, threads=threads)
+                np.testing.assert_array_equal(got.astype(np.float32), x.transpose(axes).astype(np.float32))
+                assert "masked" not in text
+
+
 def test_results_past_the_caches() -> None:
     """Whole vectors are streamed where they are aligned; other rows, and elements that are computed, are as exact."""
     rng = np.random.default_rng(0)

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from rlx.backends.cpu.abi import LINE
 from rlx.backends.cpu.kernels.tile import transposed
-from rlx.backends.cpu.loops import emit_statements, lanes_of
+from rlx.backends.cpu.loops import MAX_LANES, emit_statements, lanes_of
 from rlx.backends.cpu.scope import Scope, access, address
 from rlx.backends.shared.nest import distinct, stores, substitute
 from rlx.host import alu
@@ -27,6 +27,7 @@ from rlx.ir.target import Target
 from rlx.records import record
 
 LEAST_LANES = 4  # of a tile
+MOST_CHANNELS = 4  # that are interleaved, element by element, with one shuffle for each other channel
 MOST_LANES = 32  # of one whose results stay in cache: larger ones of bytes take more registers than there are
 TILES, RUN = 32, 4  # most tiles in a block, and side by side: lines of few rows are read in turn
 PART = 4 * LINE  # bytes of each row that are prefetched together
@@ -47,6 +48,7 @@ class Crossing:
     again: bool  # elements may be computed twice
     run: int = RUN  # tiles side by side
     part: int = 0  # tiles of each row that are prefetched together; 0: nothing is prefetched
+    channels: int = 0  # instead of tiles: elements of so many rows (or columns) lie interleaved in memory
 
     @property
     def tiles(self) -> int:
@@ -103,6 +105,9 @@ def crossing(
     if not across or not simple or coefficient(s.index, loop.var) != 1 or not rows:
         return None
     itemsize, streamed = s.buffer.dtype.itemsize, s.buffer in streams
+    if channels := _channels(s, rows[-1], loop):
+        lanes, pixels = min(MAX_LANES, target.vector_bytes // itemsize), max(rows[-1][1], loop.extent)
+        return Crossing(*rows[-1], loop, across, lanes, again=True, channels=channels) if pixels >= lanes else None
     lanes, whole = lanes_of(loop, target.vector_bytes), target.vector_bytes // itemsize
     if _moves(s) and loop.extent % whole == 0:  # elsewhere most stores of whole lines would be to two of them
         lanes = whole if streamed else min(whole, MOST_LANES)
@@ -117,6 +122,15 @@ def crossing(
     return replace(x, part=part, run=max(2, (STREAMED_ROWS if streamed else ROWS) // lanes, TILES // x.tiles))
 
 
+def _channels(s: Store, row: tuple[Var, int], loop: Loop) -> int:
+    """How many rows have their elements interleaved where they are loaded, or columns where they are stored; 0: too many, or
+    they are computed."""
+    if not _moves(s):
+        return 0
+    steps = (row[1], coefficient(s.value.index, loop.var)), (loop.extent, coefficient(s.index, row[0]))  # type: ignore[union-attr]
+    return next((n for n, step in steps if n == step and 1 < n <= MOST_CHANNELS), 0)
+
+
 def _moves(s: Store) -> bool:
     """Whether the store writes the bits that it loads."""
     return isinstance(s.value, Load) and s.value.guard is None and s.value.buffer.dtype == s.buffer.dtype
@@ -128,6 +142,9 @@ def emit_tiles(x: Crossing, scope: Scope, bounds: tuple[V, V] | None, rest: Rest
     block = scope.bindings[x.row]  # not through `expr`, which would cache it for the rows as well
     first = e.bin("mul nsw", block, x.block)
     start, stop = bounds or (e.i64(0), e.i64(x.loop.extent))
+    if x.channels:
+        last = e.intrinsic("smin", e.bin("add nsw", first, x.block), e.i64(x.rows))
+        return _emit_channels(x, scope, *((start, stop) if x.channels == x.rows else (first, last)))
     if x.again:
         height = e.bin("sub nsw", e.i64(x.rows), first) if x.rows % x.block else e.i64(x.block)
         return _emit_block(x, scope, first, e.intrinsic("smin", height, e.i64(x.block)), start, stop)
@@ -149,6 +166,37 @@ def emit_tiles(x: Crossing, scope: Scope, bounds: tuple[V, V] | None, rest: Rest
         rows(x.block)
     with e.when(e.cmp("sge", block, full)):
         rows(over)
+
+
+def _emit_channels(x: Crossing, scope: Scope, start: V, stop: V) -> None:
+    """Move the elements of all channels from `start` to `stop`: as many vectors are loaded as are stored."""
+    e, n, count, (load,), (store,) = scope.e, x.size, x.channels, x.loads, stores(x.loop.body)
+    splits, itemsize = count == x.rows, store.buffer.dtype.itemsize
+    channel, pixel, pixels = (x.row, x.loop.var, x.loop.extent) if splits else (x.loop.var, x.row, x.rows)
+    with e.loop(start, stop, n) as at:
+        first = x.inside(e, at.index, stop, pixels)
+
+        def place(a: Load | Store, number: int, together: bool) -> V:
+            here = scope.child({channel: e.i64(0 if together else number), pixel: first})
+            return e.gep(address(a.buffer, a.index, here), number * n * itemsize if together else 0)
+
+        loaded = [_vector(e, load, n, place(load, k, splits)) for k in range(count)]
+        for k in range(count):
+            if splits:
+                inner = scope.child({channel: e.i64(k)}, vector=pixel, base=first, lanes=n)
+                access(store, inner, _picked(e, loaded, [divmod(at, n) for at in range(k, count * n, count)]))
+            else:
+                picks = [(at % count, at // count) for at in range(n * k, n * k + n)]
+                e.store(_picked(e, loaded, picks), place(store, k, True), itemsize)
+
+
+def _picked(e: Emitter, vectors: Sequence[V], picks: Sequence[tuple[int, int]]) -> V:
+    """A vector of the elements at `picks`: (number of the vector, lane)."""
+    found, n = vectors[0], len(picks)
+    for number, other in enumerate(vectors[1:], 1):
+        own = [lane if number == 1 and v == 0 else at for at, (v, lane) in enumerate(picks)]
+        found = e.shuffle(found, [n + lane if v == number else kept for (v, lane), kept in zip(picks, own)], other)
+    return found
 
 
 def _emit_block(x: Crossing, scope: Scope, first: V, height: V, start: V, stop: V) -> None:
