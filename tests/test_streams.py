@@ -86,5 +86,7 @@ def test_rows_fetched_ahead(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, in
     monkeypatch.setattr(render, "FETCHED_BYTES", 1)
     c = compiled(rlx.softmax, dims)
     assert ("prefetch" in "".join(c.report().texts.values())) == (dims[0] > 1)
+    few = compiled(lambda v: rlx.layer_norm(v, np.ones(dims[1], np.float32), np.zeros(dims[1], np.float32)), dims)
+    assert "prefetch" not in "".join(few.report().texts.values())  # its second pass is too short
     e = np.exp(x - x.max(-1, keepdims=True))
     np.testing.assert_allclose(c.run({"x0": x})[0], e / e.sum(-1, keepdims=True), rtol=1e-5)

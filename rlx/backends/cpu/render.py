@@ -39,6 +39,7 @@ NATIVES = {"attention": attention, "attention_parts": attention, "conv": grouped
 STREAMED_BYTES = 32 << 20  # a kernel that touches this much uses non-temporal stores: the results would not stay in cache
 FETCHED_AHEAD = 1024  # bytes from an access to what is prefetched with it
 FETCHED_BYTES = 1 << 20  # an operand this large does not fit a core's private caches
+FETCHED_WEIGHT = 12  # of an element of a pass, with an exp for example, that leaves memory idle
 STREAMED_SHARE = 8  # non-temporal only if the kernel touches at most this many times the result's size
 WEIGHT_NS = 0.35  # one vector operation with its share of loads and stores
 
@@ -145,18 +146,21 @@ class Space:
 
 
 def fetched(body: Sequence[Stmt], row: Var) -> Prefetch | None:
-    """Prefetch for bodies with two passes over a row. While the second pass runs from cache and memory is idle, the next row's
-    data of the first pass is prefetched, if it comes from a large buffer. None: no such body."""
+    """Prefetch for bodies with two passes over a row. While the second pass computes and memory is idle, the next row's data of
+    the first pass is prefetched, if it comes from a large buffer. None: no such body, or a second pass of few operations, which
+    this would delay (the variance of a layer norm)."""
     passes = [s for s in body if isinstance(s, Loop) and s.in_lanes and s.extent > 1]
-    if len(passes) < 2 or any(isinstance(s.buffer, Buffer) for s in stores([passes[1]])):
+    if len(passes) < 2:
         return None
-    first, loads = passes[0], []
+    (first, second, *_), loads = passes, []
+    if weight([second]) < FETCHED_WEIGHT * second.extent or any(isinstance(s.buffer, Buffer) for s in stores([second])):
+        return None
     for x in distinct(expressions([first])):
         if isinstance(x, Load) and isinstance(x.buffer, Buffer) and x.guard is None and coefficient(x.index, first.var) == 1:
             nbytes = (coefficient(x.index, row) or 0) * x.buffer.dtype.itemsize
             if nbytes > 0 and x.buffer.size * x.buffer.dtype.itemsize >= FETCHED_BYTES:
                 loads.append((x, nbytes))
-    return Prefetch(passes[1], first.var, tuple(loads)) if loads else None
+    return Prefetch(second, first.var, tuple(loads)) if loads else None
 
 
 def _has_vector(stmts: Sequence[Stmt]) -> bool:
