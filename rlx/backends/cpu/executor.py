@@ -73,8 +73,8 @@ _native = _functions.native
 
 def module_text(machine: str, futex: int, python: bool = True) -> str:
     """The executor as LLVM IR for a processor (platform.machine()). `futex`: number of its futex system call (0: none). `python`:
-    with the function that Python calls."""
-    return _functions.module_text(lambda: ExecutorBody(machine, futex), without=() if python else ("rlx_run_py",))
+    with the functions that Python calls."""
+    return _functions.module_text(lambda: ExecutorBody(machine, futex), without=() if python else ("rlx_run_py", "rlx_copy_part"))
 
 
 # -- steps and tasks -----------------------------------------------------------------------------------------------
@@ -421,3 +421,16 @@ def rlx_spin(e: ExecutorBody, c: V, spins: V) -> None:
     with e.loop(0, spins):
         e.spin(c)
     e.ret(spins)
+
+
+@_native("void", args="ptr", task="i64", scratch="ptr", status="ptr")
+def rlx_copy_part(e: ExecutorBody, args: V, task: V, scratch: V, status: V) -> None:
+    """A kernel for `copying.Copies`. args: goal, source, bytes, number of parts. Copies part number `task`, in whole lines; the
+    last one has the rest."""
+    goal, source = (e.load("ptr", e.gep(args, 8 * i), 8) for i in range(2))
+    nbytes, parts = (e.load("i64", e.gep(args, 8 * i), 8) for i in (2, 3))
+    each = e.bin("mul", e.bin("udiv", e.bin("udiv", nbytes, LINE), parts), LINE)
+    start = e.bin("mul", task, each)
+    size = e.select(e.cmp("eq", e.bin("add", task, 1), parts), e.bin("sub", nbytes, start), each)
+    no = e.const("i1", False)
+    e.intrinsic("memcpy", e.gep(goal, start), e.gep(source, start), size, no, suffix=("ptr", "ptr", "i64"), returns="void")

@@ -32,7 +32,7 @@ from rlx.host.processor import usable_cpus
 IDLE_SPIN_US, BUSY_SPIN_US = 100, 50
 YIELDS = 8  # sched_yield calls between spinning and sleeping
 __all__ = [
-    "ATTEND", "MAX_TASKS", "Pool", "Run", "Step", "callable_of", "pool", "run_address", "worker_cpus",
+    "ATTEND", "MAX_TASKS", "Pool", "Run", "Step", "callable_of", "copy_address", "pool", "run_address", "worker_cpus",
 ]  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def _made() -> tuple[Library, MethodDef]:
         return executor.module_text(machine, futex)
 
     image = kept_object(f"worker pool {machine} {futex}", text)
-    library = Library([image], ("rlx_run", "rlx_run_py", "rlx_work", "rlx_stop", "rlx_spin"))
+    library = Library([image], ("rlx_run", "rlx_run_py", "rlx_work", "rlx_stop", "rlx_spin", "rlx_copy_part"))
     return library, MethodDef(b"run", library.address("rlx_run_py"), METH_NOARGS, b"The whole run.")
 
 
@@ -67,6 +67,11 @@ def _library() -> Library:
 def run_address() -> int:
     """The address of rlx_run: i32 (ptr run)."""
     return _library().address("rlx_run")
+
+
+def copy_address() -> int:
+    """The address of a kernel that copies (executor.rlx_copy_part)."""
+    return _library().address("rlx_copy_part")
 
 
 def callable_of(run: Run) -> Callable[[], int]:
