@@ -29,21 +29,21 @@ def leave_undefined() -> None:
     from rlx.backends.cuda import gpu
     from rlx.driver import arena
 
-    clearing, made, plain = gpu.Gpu.allocate, arena.DeviceArena.__init__, []
+    clearing, made, plain = gpu.Gpu.allocate, arena.Arena.__init__, []
 
     def allocate(self: gpu.Gpu, nbytes: int) -> int:
         if not plain:
             return clearing(self, nbytes)
         return int(gpu.check(self.driver.cuMemAlloc(max(1, nbytes)), "allocating"))
 
-    def undefined(self: arena.DeviceArena, *given: object) -> None:
+    def undefined(self: arena.Arena, *given: object) -> None:
         plain.append(True)
         try:
             made(self, *given)  # type: ignore[arg-type]
         finally:
             plain.clear()
 
-    gpu.Gpu.allocate, arena.DeviceArena.__init__ = allocate, undefined  # type: ignore[method-assign]
+    gpu.Gpu.allocate, arena.Arena.__init__ = allocate, undefined  # type: ignore[method-assign]
 
 
 def watched(options: argparse.Namespace) -> None:

@@ -5,7 +5,6 @@ It runs programs as the reference backend does. `installed("late", "late_device:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -20,6 +19,7 @@ from rlx.driver.backend import KernelTexts
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
+from rlx.driver.stream import SyncStream
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import RlxError
 from rlx.ir.target import Target
@@ -94,22 +94,22 @@ class HiddenMemory:
 
 
 class LateMemory(HiddenMemory):
-    """The memory and the queue of the device. `waiting`: commands, which run only when the host waits; `failed`: stores on which
-    a run has failed, until the host has been told."""
+    """The memory and the queue of the device. `stream` runs commands only when the host waits; `failed`: stores on which a run
+    has failed, until the host has been told."""
 
     def __init__(self) -> None:
         super().__init__(Device("ref"))
-        self.waiting, self.busy, self.failed = deque[Callable[[], object]](), False, set[HandleStore]()
+        self.stream, self.busy, self.failed = SyncStream(), False, set[HandleStore]()
 
     def enqueue(self, command: Callable[[], object]) -> None:
-        self.waiting.append(command)
+        self.stream.record("late", command)
+        self.stream.submit()
 
     def settle(self) -> None:
         if not self.busy:  # else a command uses the memory
             self.busy = True
             try:
-                while self.waiting:
-                    self.waiting.popleft()()
+                self.stream.wait()
             finally:
                 self.busy = False
 
@@ -118,7 +118,7 @@ MEMORY = LateMemory()
 
 
 class LateRun:
-    """Pending protocol (rlx.driver.queue)."""
+    """Pending protocol (rlx.driver.stream)."""
 
     def __init__(self, run: Callable[[], None], store: HandleStore) -> None:
         self._run, self._store, self._done = run, store, False

@@ -28,7 +28,7 @@ from rlx.backends.cuda.schedule import ALONE
 from rlx.cli import show
 from rlx.compiler import lower
 from rlx.driver.foreign import DeviceArray
-from rlx.driver.queue import Pending
+from rlx.driver.stream import Pending
 from rlx.errors import (
     DeviceError,
     DeviceUnavailableError,

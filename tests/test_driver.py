@@ -18,20 +18,25 @@ from late_device import HiddenMemory
 import rlx.backends as backends
 from rlx import knobs
 from rlx.driver import (
+    Arena,
     Backend,
     Buffer,
     BufferHandle,
+    CommandStream,
     Device,
     DeviceArena,
     HandleStore,
     HostMemory,
+    Launch,
     Memory,
+    SyncStream,
     bf16_to_f32,
     convert,
     f16_to_f32,
     f32_to_bf16,
     f32_to_f16,
     memory_of,
+    recording,
 )
 from rlx.driver import device as device_module
 from rlx.driver.memory import MEMORIES
@@ -338,10 +343,12 @@ def test_states_in_discrete_memory_are_read_and_written_by_copies(gpus):
 @pytest.mark.parametrize("dtype", [f32, bf16, DTYPES["bool"]], ids=str)
 def test_discrete_memory_takes_explicit_copies_only(gpus, dtype):
     array = sample(dtype).T  # copies may be of any strides
-    b = Buffer.from_numpy(array, "cuda")
-    on_other = b.to_device(Device.ROCM)
-    back = on_other.to_device("cpu")
-    assert [(gpu.copied_in, gpu.copied_out) for gpu in gpus] == [(array.nbytes, array.nbytes)] * 2
+    with recording() as moved:
+        b = Buffer.from_numpy(array, "cuda")
+        on_other = b.to_device(Device.ROCM)
+        back = on_other.to_device("cpu")
+    assert [m.kind for m in moved] == ["copy_in", "copy_out", "copy_in", "copy_out"]
+    assert all(m.nbytes == array.nbytes for m in moved) and moved[0] == Launch("copy_in", "CUDA", array.nbytes)
     assert not b.is_host and b.to_device("cuda") is b and "CUDA" in repr(b)
     for found in (b.to_host(), on_other.to_host(), back.numpy()):
         assert found.dtype == array.dtype
@@ -362,9 +369,9 @@ def test_device_bytes_are_never_read_as_host_bytes(gpus):
         lambda: np.from_dlpack(b),
     ]
     for look in looks:
-        with pytest.raises(TransferError, match="not in host memory"):
+        with recording() as moved, pytest.raises(TransferError, match="not in host memory"):
             look()
-    assert gpus[0].copied_out == 0
+        assert not moved
     with pytest.raises(TransferError):
         np.add(b, 1)
     assert repr(b) == "Buffer(f32[2,3], CUDA)"  # printing copies nothing either
@@ -489,15 +496,15 @@ def test_convert_is_the_cast_of_the_kernel_ir():
 # -- arena
 
 
-def arena(kind: str, slots: dict[str, tuple[int, int]], size: int) -> DeviceArena:
+def arena(kind: str, slots: dict[str, tuple[int, int]], size: int) -> Arena:
     """Poisoned, in memory that the host sees or does not see."""
     memory = HostMemory(Device.CPU) if kind == "host" else HiddenMemory(Device.CUDA)
-    made = DeviceArena(memory, slots, size)
+    made = Arena(memory, slots, size)
     memory.fill(made.block, 0xA5)
     return made
 
 
-def contents(a: DeviceArena) -> np.ndarray:
+def contents(a: Arena) -> np.ndarray:
     out = np.empty(a.size_bytes, np.uint8)
     a._memory.copy_out(a.block, out)
     return out
@@ -559,6 +566,52 @@ def test_arena_never_touches_its_neighbours(values, dtype, nbytes):
     a.write_input_f32("x", dtype, np.array(values, np.float32))
     memory = contents(a)
     assert (memory[:100] == 0xA5).all() and (memory[100 + nbytes :] == 0xA5).all()
+
+
+# -- streams
+
+
+def test_a_sync_stream_runs_in_order_what_was_submitted():
+    stream, done = SyncStream(), []
+    assert isinstance(stream, CommandStream)
+    stream.record("a", lambda: done.append("a"))
+    stream.wait()
+    assert done == []  # recorded, not submitted
+    stream.submit()
+    assert done == []  # submit never blocks
+    stream.record("b", lambda: done.append("b"))
+    with recording() as launches:
+        stream.wait()
+        assert done == ["a"]
+        stream.submit_and_wait()
+        stream.submit_and_wait()
+    assert done == ["a", "b"] and launches == [Launch("launch", "a"), Launch("launch", "b")]
+
+
+def test_an_error_ends_the_wait_and_drops_what_depended_on_it():
+    stream, done = SyncStream(), []
+    for name, command in (("a", lambda: done.append("a")), ("b", lambda: 1 // 0), ("c", lambda: done.append("c"))):
+        stream.record(name, command)
+    with pytest.raises(ZeroDivisionError):
+        stream.submit_and_wait()
+    stream.wait()
+    assert done == ["a"]
+    stream.record("d", lambda: done.append("d"))
+    stream.submit_and_wait()
+    assert done == ["a", "d"]
+
+
+def test_recordings_nest_and_end():
+    stream = SyncStream()
+    with recording() as outer:
+        with recording() as inner:
+            stream.record("a", list)
+            stream.submit_and_wait()
+        stream.record("b", list)
+        stream.submit_and_wait()
+    stream.record("c", list)
+    stream.submit_and_wait()
+    assert [x.name for x in inner] == ["a"] and [x.name for x in outer] == ["b"]
 
 
 # -- handles and knobs

@@ -24,7 +24,7 @@ from rlx.errors import ParseError, VerifyError
 from rlx.ir.graph import Graph
 from rlx.ir.handle import BufferHandle
 from rlx.ir.kernel import Kernel
-from rlx.ir.kernel_parse import KernelParser
+from rlx.ir.kernel_parse import parse_kernels
 from rlx.ir.kernel_text import kernel_key, print_kernel
 from rlx.ir.op import Kind
 from rlx.ir.program import Program, print_program
@@ -39,15 +39,6 @@ def compiled(name: str) -> Iterator[tuple[str, Program]]:
     for i, (what, graph, options, target) in enumerate(known_programs.SETS[name]()):
         if i % EVERY[name] == 0:
             yield what, lower(graph, known_programs.TARGETS[target], options.replace(verbose=True))
-
-
-def parse_kernels(text: str) -> Iterator[Kernel]:
-    """Of a text with one after another."""
-    parser = KernelParser(text, "a kernel")
-    parser.skip_blank()
-    while not parser.ended:
-        yield parser.kernel()
-        parser.skip_blank()
 
 
 @pytest.mark.parametrize("name", EVERY)

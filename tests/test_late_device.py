@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import rlx
-from rlx.driver.queue import DEPTH, Pending
+from rlx.driver.queue import DEPTH
+from rlx.driver.stream import Pending
 from rlx.errors import IndexRangeError
 
 F = np.float32

@@ -1,6 +1,6 @@
-"""Devices, buffers, arenas, queues of runs, collectives, and the interface that a backend implements."""
+"""Devices, buffers, arenas, command streams, collectives, and the interface that a backend implements."""
 
-from rlx.driver.arena import DeviceArena, bf16_to_f32, convert, f16_to_f32, f32_to_bf16, f32_to_f16
+from rlx.driver.arena import Arena, DeviceArena, bf16_to_f32, convert, f16_to_f32, f32_to_bf16, f32_to_f16
 from rlx.driver.backend import Artifact, Backend, Executable
 from rlx.driver.buffer import Buffer
 from rlx.driver.collective import ReduceKind, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
@@ -9,7 +9,7 @@ from rlx.driver.handles import HandleStore, Snapshot
 from rlx.driver.launch import connect
 from rlx.driver.memory import Block, HostMemory, Memory, memory_of
 from rlx.driver.params import ParamStore
-from rlx.driver.queue import Pending
+from rlx.driver.stream import CommandStream, Launch, Pending, SyncStream, recording
 from rlx.driver.symmetric import LocalTransport, Rank, SymmetricBuffer, SymmetricHeap, SymmetricTransport
 from rlx.driver.transports.shm import ShmTransport
 
@@ -21,12 +21,12 @@ from rlx.errors import (  # isort: skip
 from rlx.ir.handle import BufferHandle
 
 __all__ = [
-    "Artifact", "Backend", "BindingError", "Block", "Buffer", "BufferHandle", "CallMismatchError", "CollectiveError",
-    "CompileError", "CorruptFileError", "Device", "DeviceArena", "DeviceError", "DeviceUnavailableError",
+    "Arena", "Artifact", "Backend", "BindingError", "Block", "Buffer", "BufferHandle", "CallMismatchError", "CollectiveError",
+    "CommandStream", "CompileError", "CorruptFileError", "Device", "DeviceArena", "DeviceError", "DeviceUnavailableError",
     "Executable", "HandleStore", "HeapBoundsError", "HostMemory", "IndexRangeError", "InputDTypeError", "InputShapeError",
-    "LocalTransport", "Memory", "OptionError", "OutOfMemoryError", "ParamStore", "Pending", "PlanError", "Rank",
+    "Launch", "LocalTransport", "Memory", "OptionError", "OutOfMemoryError", "ParamStore", "Pending", "PlanError", "Rank",
     "ReduceKind", "RlxError", "ShmTransport", "Snapshot", "SymmetricBuffer", "SymmetricHeap", "SymmetricTransport",
-    "TransferError", "TransportError", "UnknownDeviceError", "UnknownNameError", "UnknownRankError",
+    "SyncStream", "TransferError", "TransportError", "UnknownDeviceError", "UnknownNameError", "UnknownRankError",
     "all_gather", "all_reduce", "all_to_all", "bf16_to_f32", "broadcast", "connect", "convert", "f16_to_f32", "f32_to_bf16",
-    "f32_to_f16", "memory_of", "reduce_scatter",
+    "f32_to_f16", "memory_of", "recording", "reduce_scatter",
 ]  # fmt: skip

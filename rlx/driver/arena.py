@@ -6,7 +6,7 @@ The interface uses offsets, not views, so that it fits host, unified and discret
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,8 +16,30 @@ from rlx.ir.dtype import DType, as_dtype, bf16, f32
 from rlx.ir.ops.elementwise import cast_array
 
 
-class DeviceArena:
-    """An arena in any memory: one block of it. `slots`: node -> (byte offset, bytes). A node is any key.
+@runtime_checkable
+class DeviceArena(Protocol):
+    """The interface of every backend's arena. A node is any key that the arena was planned with."""
+
+    size_bytes: int
+
+    def byte_offset(self, node: Hashable) -> int | None:
+        """The byte offset of the node's slot. None: it has none, because it was fused away."""
+        ...
+
+    def has_buffer(self, node: Hashable) -> bool: ...
+
+    def write_input_f32(self, node: Hashable, dtype: DType, data: Any) -> int:
+        """Cast f32 `data` to the slot's dtype and write it from the slot's start. Elements beyond the slot's end are dropped.
+        Returns the number of elements written. UnknownNameError if the node has no slot."""
+        ...
+
+    def read_output_f32(self, node: Hashable, dtype: DType, n_elements: int) -> np.ndarray:
+        """The slot's first `n_elements` as a fresh f32 array. TransferError if the slot has fewer."""
+        ...
+
+
+class Arena:
+    """The DeviceArena of any memory: one block of it. `slots`: node -> (byte offset, bytes).
 
     PlanError: a slot exceeds the arena."""
 
@@ -31,7 +53,6 @@ class DeviceArena:
         self.block = memory.allocate(size_bytes, alignment)
 
     def byte_offset(self, node: Hashable) -> int | None:
-        """The byte offset of the node's slot. None: it has none, because it was fused away."""
         return self._slots[node][0] if node in self._slots else None
 
     def has_buffer(self, node: Hashable) -> bool:
@@ -44,8 +65,6 @@ class DeviceArena:
         return self.block.part(*self._slots[node])
 
     def write_input_f32(self, node: Hashable, dtype: DType, data: Any) -> int:
-        """Cast f32 `data` to the slot's dtype and write it from the slot's start. Elements beyond the slot's end are dropped.
-        Returns the number of elements written. UnknownNameError if the node has no slot."""
         slot = self.slot(node)
         count = min(np.size(data), slot.nbytes // dtype.itemsize)
         values = np.asarray(data).reshape(-1)[:count].astype(np.float32, copy=False)
@@ -53,7 +72,6 @@ class DeviceArena:
         return count
 
     def read_output_f32(self, node: Hashable, dtype: DType, n_elements: int) -> np.ndarray:
-        """The slot's first `n_elements` as a fresh f32 array. TransferError if the slot has fewer."""
         slot = self.slot(node)
         room = slot.nbytes // dtype.itemsize
         if not 0 <= n_elements <= room:

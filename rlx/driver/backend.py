@@ -10,7 +10,7 @@ import numpy as np
 from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
-from rlx.driver.queue import Pending
+from rlx.driver.stream import Pending
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.ir.cost import Roofline
 from rlx.ir.kernel import Kernel

@@ -14,6 +14,7 @@ import numpy as np
 from rlx.driver.device import Device
 from rlx.driver.foreign import DLPACK_CODES, DLPACK_CPU, dtype_code, of_dlpack
 from rlx.driver.memory import Block, HostBlock, Memory, bytes_of, memory_of
+from rlx.driver.stream import note
 from rlx.errors import InputDTypeError, InputShapeError, OutOfMemoryError, TransferError
 from rlx.ir.dtype import DType, as_dtype
 from rlx.ir.shape import Shape
@@ -91,6 +92,8 @@ class Buffer:
         block = self._live()
         out = np.empty(self.dims, self.dtype.numpy)
         self._memory.copy_out(block, bytes_of(out))
+        if not self.is_host:
+            note("copy_out", str(self.device), self.nbytes)
         return out
 
     def write(self, array: np.ndarray) -> None:
@@ -107,6 +110,8 @@ class Buffer:
         if block.data is not None and not block.data.flags.writeable:
             raise TransferError(f"{self!r} shares a read-only array and cannot be written")
         self._memory.copy_in(block, bytes_of(array))
+        if not self.is_host:
+            note("copy_in", str(self.device), self.nbytes)
 
     def release(self) -> None:
         """Free the memory now. Any later use of the contents raises TransferError."""

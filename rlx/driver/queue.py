@@ -13,9 +13,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+from rlx.driver.stream import Pending
 from rlx.errors import RlxError
 from rlx.host.gate import Gate, new_lock
 
@@ -23,19 +24,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
 DEPTH = 64  # maximum number of queued commands; each holds its inputs
-
-
-@runtime_checkable
-class Pending(Protocol):
-    """A run that the device has accepted. Its status arrives later."""
-
-    def done(self) -> bool:
-        """Whether the status is known. Never blocks."""
-        ...
-
-    def wait(self) -> None:
-        """Wait for the status. Raises the error of the run."""
-        ...
 
 
 class Ended:
@@ -54,8 +42,8 @@ def _pends(kind: type) -> bool:
 
 
 class RunQueue:
-    """If a command raises, later ones are cancelled, because they depend on its results, until `wait` has raised the error.
-    `last`: the future of the newest command; None: nothing to wait for."""
+    """A CommandStream. If a command raises, later ones are cancelled, because they depend on its results, until `wait` has raised
+    the error. `last`: the future of the newest command; None: nothing to wait for."""
 
     def __init__(self) -> None:
         self.last: Future[None] | Ended | None = None
@@ -74,8 +62,7 @@ class RunQueue:
             gate.queued = queued
 
     def record(self, name: str, command: Callable[[], object]) -> None:
-        """Append a command to the next submission. Waits for room if DEPTH commands are queued already. A command that returns a
-        Pending ends with it."""
+        """As in CommandStream. Waits for room if DEPTH commands are queued already."""
         self._room.acquire()
         self._recorded.append(command)
 
@@ -158,6 +145,10 @@ class RunQueue:
                 raise type(error)(told) from error
             error.add_note(told)
             raise error
+
+    def submit_and_wait(self) -> None:
+        self.submit()
+        self.wait()
 
 
 _queues: WeakSet[RunQueue] = WeakSet()

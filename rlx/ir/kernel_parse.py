@@ -30,6 +30,16 @@ def parse_kernel(text: str) -> K.Kernel:
     return kernel
 
 
+def parse_kernels(text: str) -> list[K.Kernel]:
+    """The kernels of a text with one after another. ParseError, naming the line, for any other text."""
+    parser, kernels = KernelParser(text, "a kernel"), list[K.Kernel]()
+    parser.skip_blank()
+    while not parser.ended:
+        kernels.append(parser.kernel())
+        parser.skip_blank()
+    return kernels
+
+
 class KernelParser(ExpressionParser):
     """Reads kernels from lines, one at a time, from the current line on."""
 

@@ -6,8 +6,8 @@ from rlx.backends import available, is_available
 from rlx.compiler.options import CompileOptions
 
 from rlx.driver import (  # isort: skip
-    Buffer, BufferHandle, Device, DeviceArena, LocalTransport, ParamStore, Rank, ReduceKind, ShmTransport,
-    SymmetricBuffer, SymmetricHeap, SymmetricTransport, all_gather, all_reduce, all_to_all, broadcast, connect,
+    Buffer, BufferHandle, CommandStream, Device, DeviceArena, LocalTransport, ParamStore, Rank, ReduceKind, ShmTransport,
+    SymmetricBuffer, SymmetricHeap, SymmetricTransport, SyncStream, all_gather, all_reduce, all_to_all, broadcast, connect,
     reduce_scatter,
 )  # fmt: skip
 from rlx.driver.experts import ExpertSource, ExpertTiers
@@ -48,14 +48,14 @@ def __getattr__(name: str) -> object:
 
 __all__ = [
     "Allocations", "BindingError", "BucketedCompileCache", "Buffer", "BufferHandle", "CallMismatchError", "CollectiveError",
-    "CompileCache", "CompileError", "CompileOptions", "CompileReport", "CompiledGraph", "CorruptFileError",
+    "CommandStream", "CompileCache", "CompileError", "CompileOptions", "CompileReport", "CompiledGraph", "CorruptFileError",
     "Device", "DeviceArena", "DeviceError", "DeviceUnavailableError", "DuplicateNameError",
     "ExpertPool", "ExpertSource", "ExpertTiers", "FormatError", "GraphError",
     "HandleStore", "HeapBoundsError", "IndexRangeError", "InputDTypeError", "InputShapeError", "LocalTransport",
     "MemoryPlan", "MissingInputError", "MissingParamError", "ModelError", "NumericsError", "OptionError",
     "OutOfMemoryError", "OutputView", "ParamStore", "Partitioned", "PlanError", "Profile", "Rank", "ReduceKind", "RlxError",
     "Session", "ShmTransport", "Snapshot", "StaleViewError", "SymmetricBuffer", "SymmetricHeap", "SymmetricTransport",
-    "TransferError", "TransportError", "UnboundDimError", "UnknownDeviceError", "UnknownNameError",
+    "SyncStream", "TransferError", "TransportError", "UnboundDimError", "UnknownDeviceError", "UnknownNameError",
     "UnknownRankError", "Unsupported", "UntrustedFileError", "VerifyError", "agreed", "all_gather", "all_reduce",
     "all_to_all", "available", "broadcast", "connect", "drop_pages", "in_memory", "is_available", "map_file", "map_of",
     "of_first", "partition", "power_of_two_ladder", "reduce_scatter",

@@ -24,7 +24,7 @@ from rlx.driver.device import Device
 from rlx.driver.experts import ExpertSource, ExpertTiers, ResidencyStats
 from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleStore, Snapshot
-from rlx.driver.queue import Pending
+from rlx.driver.stream import Pending
 
 from rlx.errors import (  # isort: skip
     BindingError, DuplicateNameError, InputShapeError, NumericsError, OptionError, UnknownNameError, Unsupported, items, known,

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlx.driver.backend import Executable
 from rlx.driver.experts import ExpertTiers, ResidencyStats, Tiered, mask_of
-from rlx.driver.queue import Pending
+from rlx.driver.stream import Pending
 from rlx.errors import BindingError, InputShapeError, OptionError, Unsupported, whole
 
 

@@ -108,7 +108,7 @@ class Watch:
 
 
 class CudaRun:
-    """Pending protocol (rlx.driver.queue): run `number` of a Watch."""
+    """Pending protocol (rlx.driver.stream): run `number` of a Watch."""
 
     def __init__(self, owner: Owner, number: int) -> None:
         self._owner, self._watch, self._number = owner, owner.watch, number

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from rlx.driver.arena import DeviceArena
+from rlx.driver.arena import Arena
 from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleEntry, HandleStore
 from rlx.driver.memory import ALIGNMENT, Block, Memory, bytes_of
@@ -32,7 +32,7 @@ class Loaded:
     ) -> None:  # fmt: skip
         self.program, self.params, self.handles, self.device_memory = program, params, handles, memory
         self.decls = {b.id: b for b in program.buffers}
-        self.arena = DeviceArena(memory, slots_of(program), program.plan.size_bytes, max(program.plan.alignment, ALIGNMENT))
+        self.arena = Arena(memory, slots_of(program), program.plan.size_bytes, max(program.plan.alignment, ALIGNMENT))
         self.constants = constants_of(program, memory) if constants is None else constants
         self._states = {b.id: (b.name, b.shape) for b in program.buffers if b.region is Region.HANDLE}
         self.entries = self._entries_in(handles)
