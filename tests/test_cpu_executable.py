@@ -380,6 +380,26 @@ def test_a_large_result_is_copied_by_all_threads(threads, size):
     assert np.array(compiled.outputs_view()[0], np.float64).dtype == np.float64
 
 
+def test_threads_copy_results_of_one_run():
+    g = rlx.Graph("large")
+    x = g.input("x", (LEAST_BYTES,), rlx.f32)
+    g.set_outputs([x + 1.0, x * 2.0])
+    compiled = rlx.Session("cpu").compile(g, rlx.CompileOptions(threads=4))
+    array, faults = np.arange(LEAST_BYTES, dtype=np.float32), []
+    compiled.run_slots([array])
+
+    def work(view, wanted) -> None:
+        faults.extend(n for n in range(200) if not (np.array(view) == wanted).all())
+
+    expected = array + 1, array * 2
+    threads = [threading.Thread(target=work, args=a) for a in zip(compiled.outputs_view() * 2, expected * 2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not faults
+
+
 def test_memory_goes_back_with_the_last_reference():
     gc.collect()
     gc.disable()  # nothing may wait for the cycle collector
