@@ -128,6 +128,20 @@ def test_results_leave_by_bulk_copies_if_they_are_nothing_but_sums():
         assert other and not other.tiling.queued and "map_out" not in text_of(other, "kernel")
 
 
+def test_no_box_lies_outside_a_matrix():
+    """But for the rows that fill up one of 8: others would take a bulk copy longer than rows of the matrix."""
+    found = on_tensor_cores(product(300, 400, 1024), tiling=Tiling(128, 144))
+    assert found and [m.box for m in found.maps] == [(64, 128), (64, 48), (64, 144), (64, 112)]
+    text = text_of(found, "kernel")
+    assert "last_a ? 6144 : 16384" in text and "last_b ? 14336 : 18432" in text and cubin(text, "sm_90a")
+    few = on_tensor_cores(product(17, 4096, 4096))
+    assert few and few.maps[0].box == (64, 24) and few.copied(0) == 24 * 128
+    across = one(lambda g: g.input("x", (300, 1024), "bf16") @ g.input("y", (1024, 336), "bf16"))
+    found = on_tensor_cores(across, tiling=Tiling(128, 256))  # boxes of 64 columns: of the last tile, 80 are left
+    text = text_of(found, "kernel") if found else ""
+    assert "if (column0 + 128 < 336) rlx_load_box" in text and "min(32768, (336 - column0 + 63) / 64 * 8192)" in text
+
+
 def test_few_rows_share_the_summed_axis():
     found = on_tensor_cores(product(48, 4096, 4096))
     assert found and found.tiling.alternate and found.tiling.parts == 2 and found.blocks == 128

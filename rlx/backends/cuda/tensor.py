@@ -60,11 +60,13 @@ CLUSTERED = 7 / 8  # of the multiprocessors that clusters of more than 2 blocks 
 @record
 class Side:
     """One operand of the product. `along`: the contiguous axis of its tile is the summed one. `tensor`: where bulk copies can
-    fetch it, with the grid variables `axes` that select a matrix; else threads load its elements one by one. `raw`: they fetch it
-    as it is in memory, and threads make the tile of that: they widen 8-bit floats, or exchange the axes of f32."""
+    fetch it, with the grid variables `axes` that select a matrix; else threads load its elements one by one. `last`: that with
+    boxes of what the last tile has of it, if that is less. `raw`: they fetch it as it is in memory, and threads make the tile of
+    that: they widen 8-bit floats, or exchange the axes of f32."""
 
     along: bool
     tensor: TensorMap | None = None
+    last: TensorMap | None = None
     axes: tuple[Var, ...] = ()
     raw: bool = False
     start: Expr | None = None  # the first row
@@ -132,7 +134,8 @@ class Tiling:
         """An estimate in cycles: rounds of tiles on all multiprocessors, and what is not overlapped with them."""
         _, rounds, shared = self.rounds(points * math.prod(self.tiles(c)), multiprocessors)
         # boxes that begin inside a line of memory are two lines wide
-        fetched = (self.rows + (self.columns + self.spare) * (2 if self.spare else 1)) * LINE
+        columns = (self.columns + self.spare) * 2 if self.spare else min(self.columns, c.width)
+        fetched = (min(self.rows, c.m) + columns) * LINE
         read = (self.rows + self.columns * self.rows // 64) * LINE  # 64 rows at once
         copied = fetched / LOADED if by_threads else max(fetched / BYTES, LATENCY / max(1, self.stages - 1))
         # as many cycles for any size of elements
@@ -211,15 +214,25 @@ class TensorLaunch(Launch):
 
     @property
     def maps(self) -> tuple[TensorMap, ...]:
-        found = [side.tensor for side in self.sides if side.tensor]
+        found = [x for side in self.sides for x in (side.tensor, side.last)]
         far = len(self.kernel.buffers) + 1  # behind the buffers and `slots`
-        far_map = [replace(found[-1], argument=far)] if self.boxes_far else []
-        return (*found, *far_map, *([self.results.tensor] if self.results and self.results.tensor else []))
+        if self.segments and self.sides[1].tensor:
+            found.append(replace(self.sides[1].tensor, argument=far))
+        return tuple(x for x in (*found, self.results and self.results.tensor) if x)
 
     @property
     def boxes_far(self) -> bool:
         """Whether bulk copies fetch weights of host memory, too."""
         return self.segments is not None and self.sides[1].tensor is not None
+
+    def copied(self, number: int, of_last: bool = False) -> int:
+        """Bytes of a stage that bulk copies bring of an operand."""
+        side, t = self.sides[number], self.tiling
+        if side.tensor is None or side.raw:
+            return 0
+        found = side.last if of_last else side.tensor
+        whole = side.along and self.contract.also is None
+        return LINE * (found.box[1] if found and whole else (t.rows, t.columns + t.spare)[number])
 
     @property
     def by_threads(self) -> bool:
@@ -396,14 +409,16 @@ def _side(
     if first is None or first < 0 or first * item % 16 or any(s % 16 or not 0 < s < 1 << 40 for s in strides):
         return Side(along or turned)
     dims = (c.k, size) if along else (size, c.k)
-    box = (depth(c), tile) if along else (min(64, LINE // item), depth(c))
+    # rows outside the matrix take a bulk copy longer than others: boxes have few of them
+    box = (depth(c), tile if raw else min(tile, -(-size // 8) * 8)) if along else (min(64, LINE // item), depth(c))
     if any(d >= 1 << 31 for d in dims):
         return Side(along or turned)
     argument = kernel.buffers.index(o.buffer)
-    tensor = TensorMap(
-        argument, first * item, o.dtype.name, (*dims, *(n for _, n, _ in used)), strides, (*box, *(1 for _ in used))
-    )
-    return Side(along or turned, tensor, tuple(v for v, _, _ in used), raw, start)
+    box_of_axes = (1,) * len(used)
+    tensor = TensorMap(argument, first * item, o.dtype.name, (*dims, *(n for _, n, _ in used)), strides, (*box, *box_of_axes))
+    ends = along and not raw and not segments and c.also is None and tile < size and size % tile > 0
+    last = replace(tensor, box=(depth(c), -(-(size % tile) // 8) * 8, *box_of_axes)) if ends else None
+    return Side(along or turned, tensor, last, tuple(v for v, _, _ in used), raw, start)
 
 
 def _constant(offset: Expr, terms: Sequence[tuple[Var, int]]) -> int | None:

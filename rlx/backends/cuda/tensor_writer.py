@@ -22,7 +22,8 @@ class TensorWriter(PackedCopies, TileEnds):
     tile_by_block = False
 
     def arguments(self) -> list[str]:
-        names = [name for name, side in zip("ab", self.launch.sides) if side.tensor] + ["far"] * self.launch.boxes_far
+        both = [x for name, side in zip("ab", self.launch.sides) for x in ((name, side.tensor), (f"{name}_last", side.last))]
+        names = [name for name, x in both if x] + ["far"] * self.launch.boxes_far
         maps = [f"const __grid_constant__ rlx_map map_{name}" for name in [*names, *["out"] * self.launch.tiling.queued]]
         return [*maps, *super().arguments(), *["long long early"] * (self.launch.early is not None)]
 
@@ -151,9 +152,31 @@ class TensorWriter(PackedCopies, TileEnds):
 
     # -- the copying group
 
+    def boxes(self, c: Contract) -> None:
+        """Names for the maps of the tile's boxes, and for the bytes that copies bring of a stage. None lies outside a matrix."""
+        at, t, found = self.launch, self.launch.tiling, []
+        for n, (side, name) in enumerate(zip(at.sides, "ab")):
+            first, most, span = (("row0", c.m, t.rows), ("column0", c.width, t.columns))[n]
+            if side.last:
+                self.line(f"const bool last_{name} = {first} > {most - span};")
+                self.line(f"const rlx_map* const boxes_{name} = last_{name} ? &map_{name}_last : &map_{name};")
+                found.append(f"(last_{name} ? {at.copied(n, True)} : {at.copied(n)})")
+            elif at.copied(n) and self.is_cut(side, most, span):
+                found.append(f"min({at.copied(n)}, ({most} - {first} + {CHUNK - 1}) / {CHUNK} * {CHUNK * LINE})")
+            else:
+                found.append(str(at.copied(n)))
+        if at.maps:
+            self.line(f"const int copied = {' + '.join(found)};")
+
+    @staticmethod
+    def is_cut(side: Side, most: int, span: int) -> bool:
+        """Whether some boxes of the last tile would lie outside the matrix: not `along`, they are of a chunk of rows each."""
+        return not side.along and side.start is None and -(-most // span) * span - most + -span % CHUNK >= CHUNK
+
     def copies(self, c: Contract) -> None:
         at, t = self.launch, self.launch.tiling
         self.place(c)
+        self.boxes(c)
         if self.turn:
             self.first_ahead(c)
         if t.raw:
@@ -178,13 +201,13 @@ class TensorWriter(PackedCopies, TileEnds):
         self.line(f"unsigned char* const to = rlx_ring + s * {t.stage};")
         sizes, starts = (t.rows, t.columns + t.spare), (0, t.rows * LINE)
         begun = f"!early || turn >= {min(t.stages, -(-c.k // depth(c)))}" if at.early is not None else "true"
-        if copied := sum(size * LINE for size, side in zip(sizes, at.sides) if side.tensor and not side.raw):
+        if copied := at.copied(0) + at.copied(1):
             with self.scope(["if (threadIdx.x == 0) {"]):
                 with self.scope([f"if ({begun}) {{"]):
-                    self.line(f"rlx_expect(full + s, {copied});")
+                    self.line("rlx_expect(full + s, copied);")
                     self.right_copies(c)
                 self.bulk_copies(at.sides[0], "a", "row0", t.rows, 0, 0)
-        if copied < t.stage:
+        if at.by_threads:
             for side, o, first, size, start in zip(at.sides, (c.a, c.b), ("row0", "column0"), sizes, starts):
                 if side.tensor is None and self.turn and o is c.b:
                     self.decoded(c, start, held)
@@ -203,9 +226,10 @@ class TensorWriter(PackedCopies, TileEnds):
         t = self.launch.tiling
         with self.scope(["if (early && threadIdx.x == 0) {", *self.tile_loop(first=True)], 2), self.alone():
             self.place(c)
+            self.boxes(c)
             with self.scope([f"for (int s = 0, k0 = begin; s < {t.stages} && k0 < end; s++, k0 += {depth(c)}) {{"]):
                 self.line(f"unsigned char* const to = rlx_ring + s * {t.stage};")
-                self.line(f"rlx_expect(full + s, {t.stage});")
+                self.line("rlx_expect(full + s, copied);")
                 self.right_copies(c)
 
     def right_copies(self, c: Contract) -> None:
@@ -220,11 +244,14 @@ class TensorWriter(PackedCopies, TileEnds):
         more = "".join(f", (int){self.names[v]}" for v in side.axes)
         first = first if side.start is None else f"(int){self.value(side.start)}"
         wide = CHUNK // 2 if half else size if side.along else 64
-        source = "map_weights" if name == "b" and self.launch.boxes_far else f"&map_{name}"
+        source = "map_weights" if name == "b" and self.launch.boxes_far else f"boxes_{name}" if side.last else f"&map_{name}"
+        c, t = self.launch.contract, self.launch.tiling
+        most, span = (c.m, t.rows) if name == "a" else (c.width, t.columns)
         for part in range(size // wide):
             at = f"{first} / 2 + {part // 2 * wide + part % 2 * half}" if half else f"{first} + {part * wide}"
             inner, outer = ("k0", at) if side.along else (at, "k0")
-            self.line(f"rlx_load_box(to + {start + part * wide * LINE}, {source}, full + s, {inner}, {outer}{more});")
+            guard = f"if ({at} < {most}) " if part and self.is_cut(side, most, span) else ""
+            self.line(f"{guard}rlx_load_box(to + {start + part * wide * LINE}, {source}, full + s, {inner}, {outer}{more});")
 
     def loads(self, side: Side, o: Operand, c: Contract, first: str, size: int, start: int) -> None:
         """The tile of an operand, loaded by threads and written as a bulk copy with 128-byte swizzle would write it: line r of 8
