@@ -52,6 +52,18 @@ class Names:
         return name
 
 
+class Loaded(str):
+    """A kernel by its name; as a pointer, its number."""
+
+    def __new__(cls, name: str, number: int) -> Loaded:
+        found = super().__new__(cls, name)
+        found.number = number
+        return found
+
+    def __int__(self) -> int:
+        return self.number
+
+
 class FakeDriver:
     """`devices`: compute capability of each GPU. `memory`: bytes of a GPU. `kernels`: by name. `calls`: number by function.
     `grants`: how many allocations succeed from now on; None: all that there is room for."""
@@ -74,6 +86,7 @@ class FakeDriver:
         self._queued: dict[int, deque[Callable[[], Any]]] = defaultdict(deque)  # by stream
         self._tickets: dict[int, tuple[int, list[bool]]] = {}  # by event: the stream that records it, whether it has passed
         self._graphs: dict[int, list[Callable[[], None]]] = {}
+        self.loaded: list[str] = []  # kernels
         self._given: list[int] = []  # memory to free behind the queues
         self._running = False
         self._entries: list[Any] = []
@@ -372,7 +385,8 @@ class FakeDriver:
         return (OK,)
 
     def cuModuleGetFunction(self, module: Any, name: bytes) -> tuple[Any, ...]:
-        return OK, name.decode()
+        self.loaded.append(name.decode())
+        return OK, Loaded(name.decode(), len(self.loaded))
 
     def cuFuncSetAttribute(self, function: str, attribute: str, value: int) -> tuple[Any, ...]:
         self.attributes[function, attribute] = value
@@ -393,6 +407,15 @@ class FakeDriver:
         return self._queue(
             config.hStream, lambda: perform(*values[0]) if perform else self._group(self.kernels[name], list(values[0]))
         )
+
+    def cuLaunchKernel(
+        self, function: int, x: int, y: int, z: int, across: int, down: int, deep: int, shared: int, stream: int, arguments: int,
+        extra: int,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """With a number for the kernel, and pointers to its arguments, which are read before the call returns."""
+        perform = getattr(self, self.loaded[function - 1])
+        values = [int(words(at, 1)[0]) for at in words(arguments, perform.__code__.co_argcount - 1).tolist()]
+        return self._queue(stream, lambda: perform(*values))
 
     def _group(self, kernels: Sequence[Kernel], values: list[int]) -> None:
         for kernel in kernels:
@@ -456,6 +479,10 @@ class FakeDriver:
     def rlx_copy(self, to: int, source: int, nbytes: int, halt: int) -> None:
         if not words(halt, 1, np.int32)[0]:
             ctypes.memmove(to, source, nbytes)
+
+    def rlx_tell(self, to: int, source: int, nbytes: int, told: int, now: int) -> None:
+        ctypes.memmove(to, source, nbytes)
+        words(told, 1)[0] = now
 
 
 fails = lru_cache(1024)(may_fail)  # asked again at every launch

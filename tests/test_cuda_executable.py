@@ -633,6 +633,49 @@ def plus(size: int = 1 << 16) -> rlx.Graph:
     return g
 
 
+@pytest.mark.parametrize("nbytes,copies,refused", [
+    (staging.SHORT, 0, "cuLaunchKernel"), (staging.SHORT + 4, 1, "cuMemcpyDtoHAsync"),
+    (staging.SHORT + 4, 1, "cuStreamSynchronize"),
+])  # fmt: skip
+def test_little_memory_is_told_by_a_kernel_and_more_is_copied(
+    nbytes: int, copies: int, refused: str, driver: FakeDriver
+) -> None:
+    compiled = rlx.Session("cuda").compile(plus(nbytes // 4))
+    compiled.set_param("w", np.ones(nbytes // 4, F))
+    x = np.arange(nbytes // 4, dtype=F)
+    compiled.run_slots([x])
+    free = driver.free
+    driver.calls.clear()
+    for n in range(3):
+        compiled.run_slots([x + n])
+        np.testing.assert_array_equal(compiled.outputs_view()[0].numpy(), x + n + 1)
+    assert (driver.calls["cuLaunchKernel"], driver.calls["cuMemcpyDtoHAsync"]) == (3 - 3 * copies, 3 * copies)
+    assert driver.free == free and not driver.calls["cuMemHostAlloc"]
+    driver.answers[refused] = Status.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(DeviceError, match="ILLEGAL_ADDRESS.*lost"):
+        compiled.outputs_view()[0].numpy()
+
+
+def test_threads_that_read_at_once_get_their_own_bytes(driver: FakeDriver) -> None:
+    rlx.Session("cuda").compile(plus())
+    gpu = memory_of(0).gpu
+    places = [gpu.allocate(64) for _ in range(4)]
+    for n, place in enumerate(places):
+        gpu.fill(place, n + 1, 64)
+    found = np.zeros((4, 20, 64), np.uint8)
+
+    def read(n: int) -> None:
+        for to in found[n]:
+            gpu.copy_out(to, places[n])
+
+    threads = [threading.Thread(target=read, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (found == np.arange(1, 5)[:, None, None]).all()
+
+
 def test_no_room_is_an_error_and_leaves_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver(memory=2 << 20)
     with installed(driver, monkeypatch):
@@ -647,7 +690,7 @@ def test_no_room_is_an_error_and_leaves_what_was_there(monkeypatch: pytest.Monke
 
 def test_a_lost_gpu_is_an_error_that_says_so(driver: FakeDriver) -> None:
     compiled = picker()
-    driver.answers["cuStreamSynchronize"] = Status.CUDA_ERROR_ILLEGAL_ADDRESS
+    driver.answers["cuStreamQuery"] = Status.CUDA_ERROR_ILLEGAL_ADDRESS
     with pytest.raises(DeviceError, match="ILLEGAL_ADDRESS.*lost.*new process"):
         compiled.run(at(0))
     driver.answers["cuGraphLaunch"] = Status.CUDA_ERROR_ILLEGAL_ADDRESS
@@ -657,8 +700,8 @@ def test_a_lost_gpu_is_an_error_that_says_so(driver: FakeDriver) -> None:
 
 EVERY_PART = (  # of a driver that loading, runs and reading call
     "cuStreamCreate", "cuMemAlloc", "cuMemHostAlloc", "cuMemsetD8Async", "cuModuleLoadData",
-    "cuModuleGetFunction", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuStreamBeginCapture", "cuLaunchKernelEx",
-    "cuStreamEndCapture", "cuGraphInstantiate", "cuGraphDestroy", "cuGraphLaunch", "cuStreamSynchronize",
+    "cuModuleGetFunction", "cuMemcpyHtoDAsync", "cuLaunchKernel", "cuStreamBeginCapture", "cuLaunchKernelEx",
+    "cuStreamEndCapture", "cuGraphInstantiate", "cuGraphDestroy", "cuGraphLaunch", "cuStreamQuery",
 )  # fmt: skip
 
 

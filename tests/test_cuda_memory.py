@@ -218,7 +218,7 @@ def test_code_is_unloaded_with_the_last_executable_and_graph(driver: FakeDriver)
         assert driver.calls["cuModuleUnload"] == before < driver.calls["cuModuleLoadData"]
         del twin, call
         gc.collect()
-        assert driver.calls["cuModuleUnload"] == driver.calls["cuModuleLoadData"]
+        assert driver.calls["cuModuleUnload"] == driver.calls["cuModuleLoadData"] - 1  # that of short reads stays
         assert driver.calls["cuGraphExecDestroy"] == driver.calls["cuGraphInstantiate"]
 
 

@@ -18,6 +18,7 @@ from rlx.backends.cuda.executable import CudaArtifact, CudaExecutable
 from rlx.backends.cuda.gemv import MOST_ROWS
 from rlx.backends.cuda.gpu import CudaMemory, Functions, count, gpu, refusal
 from rlx.backends.cuda.schedule import ALONE, COLUMN_BYTES, LONG, MULTIPROCESSORS
+from rlx.backends.cuda.staging import ShortReads
 from rlx.backends.shared import packed
 from rlx.backends.shared.codes import Codes, whole
 from rlx.driver.handles import HandleStore
@@ -135,6 +136,8 @@ class CudaBackend:
         carved = any(shared in (ALONE, LONG) for _, _, shared in images)
         for image, name, shared in (*images, *((artifact.support, name, 0) for name in SUPPORT)):
             functions[name] = memory.gpu.function(image, name, shared, functions, carved)
+        if memory.gpu.short is None:
+            memory.gpu.short = ShortReads(memory.gpu, memory.gpu.function(artifact.support, "rlx_tell", 0, None))
         return CudaExecutable(artifact, memory, functions, params, handles, transport)
 
 

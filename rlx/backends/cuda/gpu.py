@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.backends.cuda.staging import ALONE, SMALL, Staging
+from rlx.backends.cuda.staging import ALONE, SHORT, SMALL, ShortReads, Staging
 from rlx.driver import files
 from rlx.driver.device import Device
 from rlx.driver.foreign import DeviceArray
@@ -106,7 +106,8 @@ class Gpu:
         self._event: Any = None
         self._held: list[DeviceArray] = []
         self._staging: Staging | None = None
-        self._record, self._await, self._query = (self._direct(*f) for f in DIRECT.items())
+        self.short: ShortReads | None = None
+        self._record, self._await, self._query = (self.direct(*f) for f in DIRECT.items())
         self.up: Any = None  # streams for copies from the host, and to it
         self.down: Any = None
         self.beside: Any = None  # for copies of experts, beside runs
@@ -178,7 +179,7 @@ class Gpu:
         """The address of a function of the driver."""
         return int(check(self.driver.cuGetProcAddress(name.encode(), ENTRIES, 0), f"looking for {name}")[0])
 
-    def _direct(self, name: str, arguments: int) -> Callable[..., int]:
+    def direct(self, name: str, arguments: int) -> Callable[..., int]:
         """A function of the driver that returns at once, without the bindings, which take a microsecond or more."""
         return ctypes.PYFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * arguments)(self.entry(name))
 
@@ -190,8 +191,12 @@ class Gpu:
         stream = self.use()
         with self._lock:
             ended, self._held = self._held, []
-        check(self.driver.cuStreamSynchronize(stream), f"waiting for cuda:{self.index}")
+        self.finish(stream)
         del ended
+
+    def finish(self, stream: Any) -> None:
+        """Wait for all that is queued on a stream."""
+        check(self.driver.cuStreamSynchronize(stream), f"waiting for cuda:{self.index}")
 
     def until(self, reached: Callable[[], bool]) -> None:
         """Wait until a kernel has told the host so, or nothing is queued. Later commands go on meanwhile."""
@@ -318,11 +323,13 @@ class Gpu:
     def copy_out(self, into: np.ndarray, address: int, stream: Any = None) -> None:
         """Fill flat bytes of the host, after all work queued so far (in `stream`, if it is given)."""
         ours = self.use()
-        if into.nbytes > ALONE:
+        if self.short is not None and stream is None and into.nbytes <= SHORT:
+            self.short.read(into, address, ours)
+        elif into.nbytes > ALONE:
             self.staging.copy(into, address, ours if stream is None else stream, out=True)
         else:  # the driver is as fast as one thread of ours
             self.enqueue("cuMemcpyDtoHAsync", into.ctypes.data, address, into.nbytes, ours if stream is None else stream)
-            check(self.driver.cuStreamSynchronize(ours if stream is None else stream), f"waiting for cuda:{self.index}")
+            self.finish(ours if stream is None else stream)
 
     def copy(self, goal: int, source: int, nbytes: int) -> None:
         self.enqueue("cuMemcpyDtoDAsync", goal, source, nbytes, self.use())
@@ -346,13 +353,14 @@ class Gpu:
 
     # -- code
 
-    def function(self, image: bytes, name: str, shared: int, owner: Functions, carved: bool = False) -> Any:
-        """A kernel of a cubin, loaded for as long as `owner` exists. `shared`: bytes of dynamic shared memory of its launches.
-        `carved`: a multiprocessor keeps as much as it can for shared memory. That does not change while it has blocks, so those
-        of the next kernel can only be beside them if it is the same for both."""
+    def function(self, image: bytes, name: str, shared: int, owner: Functions | None, carved: bool = False) -> Any:
+        """A kernel of a cubin, loaded for as long as `owner` exists; None: the process. `shared`: bytes of dynamic shared memory
+        of its launches. `carved`: a multiprocessor keeps as much as it can for shared memory. That does not change while it has
+        blocks, so those of the next kernel can only be beside them if it is the same for both."""
         self.use()
         module = check(self.driver.cuModuleLoadData(image), f"loading {name}")
-        weakref.finalize(owner, self._unload, module).atexit = False
+        if owner is not None:
+            weakref.finalize(owner, self._unload, module).atexit = False
         found = check(self.driver.cuModuleGetFunction(module, name.encode()), f"loading {name}")
         names = self.driver.CUfunction_attribute
         wanted = {names.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: 100} if carved else {}

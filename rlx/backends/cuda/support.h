@@ -62,6 +62,17 @@ extern "C" __global__ void rlx_copy(unsigned char* to, const unsigned char* from
   rlx_move(to, from, nbytes, (int64_t)blockIdx.x * blockDim.x + threadIdx.x, (int64_t)gridDim.x * blockDim.x);
 }
 
+/* Copies to pinned memory, and then tells the host that read number `now` is there. One block. */
+extern "C" __global__ void rlx_tell(
+    unsigned char* to, const unsigned char* from, int64_t nbytes, volatile int64_t* told, int64_t now) {
+  rlx_move(to, from, nbytes, threadIdx.x, blockDim.x);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence_system();
+    *told = now;
+  }
+}
+
 /* A router: its choices, `chosen` of `count` numbers (guesses follow them); the slots of its experts, -1 for those that are not
    resident, null if all are. */
 struct rlx_router { const int* ids; const int* slots; int64_t chosen, count, experts; };
