@@ -230,7 +230,8 @@ def test_rows_in_registers_are_loaded_once(name):
     dims, dtype, count = ROWS[name]
     found = launch_of(one(lambda g: rlx.softmax(g.input("x", dims, dtype))), "sm_90a")
     text = text_of(found, "kernel")
-    assert found.row and text.split("kernel(")[1].count("rlx_fetch<") == count
+    fetch = "rlx_stream<" if dtype == "bf16" else "rlx_fetch<"  # narrow rows leave the L1 cache to what all rows read
+    assert found.row and text.split("kernel(")[1].count(fetch) == count
     assert cubin(text, "sm_90a")
 
 
@@ -286,7 +287,7 @@ def test_long_rows_are_divided():
 
 PARTED = {  # build, dims, parts, whether they wait for each other
     "a running total": (lambda x: rlx.cumsum(x, axis=1), (3, 100_003), 25, False),
-    "of columns": (lambda x: rlx.cumsum(x, axis=0, reverse=True), (65_536, 1024), 256, False),
+    "of columns": (lambda x: rlx.cumsum(x, axis=0, reverse=True), (65_536, 1024), 128, False),
     "a row to keep": (rlx.softmax, (1000, 100_003), 8, True),
     "few long rows": (rlx.softmax, (4, 151_936), 30, True),
     "a row to reduce": (lambda x: rlx.argmax(x, axis=1), (2, 151_936), 25, True),

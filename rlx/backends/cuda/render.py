@@ -262,8 +262,9 @@ class CudaWriter(Writer):
         name = self.fresh("i")
         held: dict[int, str] = {}
         for x in loads(stmts, ends, var, size):
-            key = key_of(x, var)
+            key, fetch = key_of(x, var), "rlx_fetch"
             if key in self.registers and x.guard is None:
+                fetch = "rlx_stream" if x.buffer.dtype.itemsize <= 2 else fetch  # leaves the L1 cache to what all rows read
                 held[id(x)] = f"{self.registers[key]}[{self.round}]"
                 if key in self.loaded:
                     continue
@@ -272,15 +273,18 @@ class CudaWriter(Writer):
                 held[id(x)] = self.fresh("q")
                 self.line(f"{CUDA.element(x.buffer.dtype)} {held[id(x)]}[{size}]{' = {}' * (x.guard is not None)};")
             guard = "" if x.guard is None else f"if ({self.at_first(x.guard, var, first)}) "
-            self.line(f"{guard}rlx_fetch<{size}>({held[id(x)]}, {self.names[x.buffer]} + {self.at_first(x.index, var, first)});")
+            self.line(f"{guard}{fetch}<{size}>({held[id(x)]}, {self.names[x.buffer]} + {self.at_first(x.index, var, first)});")
         out = {id(s): (s, self.fresh("o")) for s in stores(stmts, var, size)}
         for s, made in out.values():
             self.line(f"{CUDA.element(s.buffer.dtype)} {made}[{size}];")
+        own = {var, *(s.var for s in stmts if isinstance(s, Let))}
+        once = [s for s in stmts if isinstance(s, Check) and own.isdisjoint(walk(s.ok))]
+        self.block(once)
         with self.scope(["#pragma unroll", f"for (int v = 0; v < {size}; v++) {{"]):
             self.line(f"const rlx_index {name} = {first} + v;")
             self.names[var] = name
             self.vector_loads, self.vector_stores = held, {n: made for n, (_, made) in out.items()}
-            values = self.block(stmts, ends)
+            values = self.block([s for s in stmts if s not in once], ends)
             if each:
                 each(values)
             self.vector_loads, self.vector_stores = {}, {}

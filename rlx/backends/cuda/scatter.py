@@ -14,7 +14,7 @@ from rlx.ir.kernel import Alu, Check, Expr, Kernel, Load, Loop, Stmt, Store, Var
 from rlx.ir.overlap import may_overlap
 from rlx.records import record
 
-THREADS, GROUPS = 256, 32  # of columns of a block, each of a thread
+THREADS, GROUPS = 256, 128  # of columns of a block, each of a thread
 BLOCKS = 4 * 132  # all there at once: each one reads all indices
 MOST = 2048  # places of a block
 LEAST = 1 << 14  # additions that are worth a launch of several blocks

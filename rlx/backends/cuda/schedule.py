@@ -31,8 +31,8 @@ REGISTERS, MORE_REGISTERS = 32, 64  # of a thread for elements of its row; the l
 FEW_REGISTERS = 16  # where points are few: then more threads share a row
 BUSY_THREADS = 132 * 512  # threads that keep a large GPU busy
 MOVING_THREADS = 132 * 128  # threads that do so where they compute nothing
-PART_BYTES = 64  # of what a running total reads, for a thread of a block of so many threads, or warps down columns, at most
-PART_THREADS, PART_TEAMS, PART_WARPS = 256, (256, 512), 16
+PART_BYTES = 64  # of what a running total reads, for a thread; twice as many down columns, whose parts wait longer for each other
+PART_THREADS, PART_TEAMS, PART_WARPS = 256, (256, 512), 16  # of a block, at most
 PARTS = (2, 4, 8, 16, 32)  # of a row: a GPU runs many more blocks at once, so that all parts of a row run
 PART_LEAST = 4096  # elements of a row
 COLUMN_BYTES = 4 * PARTS[-1] * PART_WARPS * REGISTERS  # of a column that all parts keep
@@ -212,7 +212,7 @@ def _running(kernel: Kernel) -> Launch | None:
     if last.extent < WARP or not simple or not (down or {1, -1} & {*strides}):
         return None
     own = last.carries[0].var.dtype.compute.itemsize
-    each = min(PART_BYTES // max(2, *(x.buffer.dtype.itemsize for x in _memory_loads(last)), own // 2), 32)
+    each = min((PART_BYTES << down) // max(2, *(x.buffer.dtype.itemsize for x in _memory_loads(last)), own // 2), 32)
     team, most = (1, PART_WARPS) if down else (WARP, PART_THREADS)
     while team < most and team * each < last.extent:
         team *= 2

@@ -283,6 +283,10 @@ template <int V, class E> RLX_FN void rlx_stream(E (&out)[V], const E* at) {
     uint4 got;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(got.x), "=r"(got.y), "=r"(got.z), "=r"(got.w) : "l"(at));
     memcpy(out, &got, 16);
+  } else if constexpr (V * sizeof(E) == 8) {
+    uint2 got;
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(got.x), "=r"(got.y) : "l"(at));
+    memcpy(out, &got, 8);
   } else {
     rlx_fetch<V>(out, at);
   }
