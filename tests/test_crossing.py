@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 import rlx
+from rlx.backends.cpu import transpose
+from rlx.host import processor
 
+WRITES = "i32 1, i32 3, i32 1)"  # the operands of a prefetch of a line to be written
 DIMS = [(16, 16), (17, 33), (15, 40), (40, 15), (64, 1), (100, 70), (300, 129), (2, 2000), (256, 512), (1024, 140)]
 
 
@@ -37,8 +40,9 @@ def test_transposes_of_three_dims(axes: tuple[int, ...]) -> None:
         np.testing.assert_array_equal(run(lambda v: rlx.transpose(v, axes=axes), x, threads=threads)[0], x.transpose(axes))
 
 
-def test_large_operands_are_prefetched() -> None:
+def test_large_operands_are_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two loads of different dtypes are transposed, and a third is not; the rows end in part of a tile, and so do the columns."""
+    monkeypatch.setattr(processor, "core_cache_bytes", lambda: 1 << 20)
     rng = np.random.default_rng(0)
     x, z = (rng.integers(-100, 100, (1024, 201)).astype(t) for t in (np.float32, np.int8))
     y = rng.standard_normal((201, 1024), np.float32)
@@ -51,6 +55,27 @@ def test_large_operands_are_prefetched() -> None:
     less = run(make, x[:600], z[:600], np.ascontiguousarray(y[:, :600]))
     np.testing.assert_array_equal(less[0], want[:, :600])
     assert "llvm.prefetch" not in less[1]
+
+
+@pytest.mark.parametrize(
+    "dims, dtype", [((1001, 703), rlx.f32), ((519, 805), rlx.f64), ((1101, 1207), rlx.bf16), ((1301, 1999), rlx.i8)]
+)
+def test_strips(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], dtype: rlx.DType) -> None:
+    """Where lines to be written are prefetched, too: strips of a few tiles, of which the last are fewer or start earlier."""
+    monkeypatch.setattr(transpose, "fetches_ahead", lambda features: True)
+    monkeypatch.setattr(processor, "core_cache_bytes", lambda: 1 << 20)
+    x = np.random.default_rng(0).integers(-100, 100, dims).astype(dtype.numpy)
+    for threads in (1, 3):
+        got, text = run(lambda v: rlx.transpose(v, axes=(1, 0)), x, threads=threads)
+        np.testing.assert_array_equal(got.astype(np.float64), x.T.astype(np.float64))
+        assert WRITES in text
+    if dtype == rlx.f32:  # one operand is not transposed, so that no element is computed twice
+        y = x.T + np.float32(1)
+        got, text = run(lambda a, b: rlx.relu(a.T * b), x, y, threads=2)
+        np.testing.assert_array_equal(got, np.maximum(x.T * y, 0))
+        assert WRITES in text
+    if dtype == rlx.bf16:  # conversions take longer than memory
+        assert WRITES not in run(lambda v: rlx.relu(v.T * 2.0), x)[1]
 
 
 @pytest.mark.parametrize("dtype", [rlx.f32, rlx.bf16, rlx.f64, rlx.i8], ids=str)
@@ -96,6 +121,10 @@ def test_results_past_the_caches() -> None:
         got, text = run(lambda v: rlx.transpose(v, axes=(1, 0)), x, threads=2)
         np.testing.assert_array_equal(got.astype(np.float32), x.T.astype(np.float32))
         assert ("nontemporal" in text) == streams
+    x = rng.integers(-100, 100, (4096, 2048)).astype(rlx.bf16.numpy)
+    got, text = run(lambda v: rlx.relu(rlx.transpose(v, axes=(1, 0)) * 2.0), x)
+    np.testing.assert_array_equal(got.astype(np.float32), np.maximum(x.T.astype(np.float32) * 2, 0))
+    assert "nontemporal" in text  # halves of a line are computed, and leave together
 
 
 def test_bits_that_are_only_moved_stay() -> None:

@@ -6,7 +6,7 @@ After these passes every shape is static, the target supports every dtype, and e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rlx.compiler.compilation import Compilation, Decompositions
@@ -129,6 +129,17 @@ def expand(node: Node, new: NewNode, made: Any = None, seen: Decompositions | No
         return new(inner, inputs)
 
     return between(given, results, labelled, node.inputs)
+
+
+def expand_through(node: Node, follow: Callable[[Node], object]) -> tuple[Value, ...]:
+    """As `expand`, with every node made again of the operands before it, and then followed."""
+
+    def new(inner: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+        made = Node(inner.op, inputs, inner.attrs, inner.shapes, inner.name, inner.source)
+        follow(made)
+        return made.results
+
+    return expand(node, new)
 
 
 def _decomposed(node: Node, seen: Decompositions | None) -> tuple[tuple[Value, ...], Value | tuple[Value, ...]]:

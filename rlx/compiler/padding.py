@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from rlx.compiler.compilation import Compilation
-from rlx.compiler.legalise import expand
+from rlx.compiler.legalise import expand, expand_through
 from rlx.errors import CompileError
 from rlx.ir.carried import carried
 from rlx.ir.contexts import Made, PaddingPass
@@ -61,14 +61,7 @@ class Rows:
 
     def through(self, node: Node) -> None:
         """The same for a composite, through its decomposition."""
-
-        def new(inner: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
-            results = Node(inner.op, inputs, inner.attrs, inner.shapes, inner.name, inner.source).results
-            self.follow(results[0].node)
-            return results
-
-        made = expand(node, new)
-        self.actives.update((v, self.of(w)) for v, w in zip(node.results, made))
+        self.actives.update((v, self.of(w)) for v, w in zip(node.results, expand_through(node, self.follow)))
 
     def needed(self, graph: Graph) -> set[tuple[Value, Active]]:
         """Active axes of values whose padding must be computed although it does not affect results: a mask before a sum hides

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import rlx.ir.ops as ops
-from rlx.compiler.legalise import expand
+from rlx.compiler.legalise import expand_through
 from rlx.compiler.parts import all_parts, own_part
 from rlx.errors import CompileError, GraphError, OptionError, UnboundDimError, UnknownRankError, known, whole
 from rlx.ir.carried import carried
@@ -391,13 +391,7 @@ class _Partition:
             return self.apply(node, plan)
         if node.op.decompose is None:
             return self.apply(node, self.whole(node, "it has no decomposition"))
-
-        def new(inner: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
-            results = Node(inner.op, inputs, inner.attrs, inner.shapes, inner.name, inner.source).results
-            self.follow(results[0].node)
-            return results
-
-        made = [(self.have[v][self.home[v]], self.home[v]) for v in expand(node, new)]
+        made = [(self.have[v][self.home[v]], self.home[v]) for v in expand_through(node, self.follow)]
         self.memory[key] = plan = None if key in self.memory else self.kept(node, made)
         return made if plan is None else self.apply(node, plan)
 

@@ -219,23 +219,26 @@ class EmbeddingModel(Shown):
         """The executable for this shape, cached or compiled now, and its partition among ranks (rows padded to a multiple)."""
         rows = -(-rows // self.ranks) * self.ranks
         if (key := (rows, length)) not in self._compiled:
-            with self.seconds.spent("build graph"):
-                graph, parts = bert.build(self.config, rows, length), None
-                if self.ranks > 1:
-                    from rlx.runtime import partition  # imported where there are several ranks
-
-                    parts = partition(graph, dict.fromkeys((str(v.name) for v in graph.inputs), 0), self.ranks)
-            compiled = self._session.compile(parts.graph if parts else graph, self._options, params=self._params)
-            for stage, seconds in compiled.report().seconds.items():
+            self._compiled[key] = self._made(rows, length)
+            for stage, seconds in self._compiled[key][0].report().seconds.items():
                 self.seconds[f"compile: {stage}"] += seconds
-            with self.seconds.spent("set weights"):
-                set_weights(compiled, self.weights)
-                self._params = compiled.params.store
-            self._compiled[key] = compiled, parts
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
         return self._compiled[key]
+
+    def _made(self, rows: int, length: int) -> tuple[CompiledGraph, Partitioned | None]:
+        with self.seconds.spent("build graph"):
+            graph, parts = bert.build(self.config, rows, length), None
+            if self.ranks > 1:
+                from rlx.runtime import partition  # imported where there are several ranks
+
+                parts = partition(graph, dict.fromkeys((str(v.name) for v in graph.inputs), 0), self.ranks)
+        compiled = self._session.compile(parts.graph if parts else graph, self._options, params=self._params)
+        with self.seconds.spent("set weights"):
+            set_weights(compiled, self.weights)
+            self._params = compiled.params.store
+        return compiled, parts
 
 
 def load(folder: str | Path, **how: Any) -> EmbeddingModel:

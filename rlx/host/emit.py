@@ -197,9 +197,10 @@ class Emitter:
         self.declare(STREAMS)
         self.do(f"store {value}, {address}, align {align}, !nontemporal !0")
 
-    def prefetch(self, address: V, level: int = 1) -> None:
-        """Bring the cache line at `address` into the caches from `level` on. It may be outside of any memory of the process."""
-        self.intrinsic("prefetch", address, *(V(x, "i32") for x in f"0{4 - level}1"), suffix=("p0",), returns="void")
+    def prefetch(self, address: V, level: int = 1, writes: bool = False) -> None:
+        """Bring the cache line at `address` into the caches from `level` on; `writes`: to be written. It may be outside of any
+        memory of the process."""
+        self.intrinsic("prefetch", address, *(V(x, "i32") for x in f"{writes:d}{4 - level}1"), suffix=("p0",), returns="void")
 
     # -- atomic memory access; aligned to the size of the type; memory orders as LLVM names them
 

@@ -132,8 +132,7 @@ class CompiledGraph(Shown):
         that has already started may read some old and some new weights."""
         if not isinstance(arrays, Mapping):
             raise BindingError(f"set_params takes {{name: array}}, got {type(arrays).__name__}")
-        self._drain()  # queued runs use the old weights
-        with self._lock, self._gate:
+        with self._alone():
             self._weights.set(arrays)
 
     def set_param_typed(self, name: str, data: bytes, dtype: DType | str) -> None:
@@ -379,8 +378,7 @@ class CompiledGraph(Shown):
         value = fits(f"handle {name!r}", array, decl.shape, self._executable.adopt)
         if isinstance(value, np.ndarray):
             value = np.ascontiguousarray(value).reshape(decl.shape.static)
-        self._drain()  # queued runs use the old state
-        with self._lock, self._gate:
+        with self._alone():
             self._executable.write(decl.id, value)
             self.handles.mend([name])
         return True
@@ -406,8 +404,7 @@ class CompiledGraph(Shown):
         if not self.has_gpu_handle(handle):
             return False
         feed = None if output_index is None else self._feed_of(handle, output_index)
-        self._drain()  # queued runs use the old feeds
-        with self._lock, self._gate:
+        with self._alone():
             self._feeds.pop(handle, None)
             self._feeds.update({} if feed is None else {handle: feed})
             self._bar()
@@ -435,8 +432,7 @@ class CompiledGraph(Shown):
         changed then."""
         if not isinstance(store, HandleStore):
             raise BindingError(f"use_handles takes a HandleStore, got {type(store).__name__}")
-        self._drain()
-        with self._lock, self._gate:
+        with self._alone():
             left = self.handles
             self._executable.use_handles(store)
             left.leave(self._gate)
@@ -444,26 +440,22 @@ class CompiledGraph(Shown):
 
     def fork_handles(self, k: int) -> list[HandleStore]:
         """`k` stores (for use_handles) with the current states. Memory is shared until one of them is written."""
-        self._drain()
-        with self._lock, self._gate:
+        with self._alone():
             return self.handles.fork(k)
 
     def snapshot_handles(self) -> Snapshot:
         """A snapshot of every state of the store, for restore_handles. It costs as much as a fork."""
-        self._drain()
-        with self._lock, self._gate:
+        with self._alone():
             return self.handles.snapshot()
 
     def restore_handles(self, snapshot: Snapshot) -> None:
         """Restore every state from `snapshot`. Its names, dims and dtypes must be those of the store."""
-        self._drain()
-        with self._lock, self._gate:
+        with self._alone():
             self.handles.restore(snapshot)
 
     def rollback(self) -> None:
         """Restore every state from the store's last snapshot. BindingError: there is none."""
-        self._drain()
-        with self._lock, self._gate:
+        with self._alone():
             self.handles.rollback()
 
     def set_active_extent(self, extent: tuple[int, int] | None) -> None:
@@ -482,8 +474,7 @@ class CompiledGraph(Shown):
             if ints != [True, True] or extent[1] != bound[1] or not 0 < extent[0] <= bound[1]:
                 want = f"(n, {bound[1]}) with n from 1 to {bound[1]}"
                 raise InputShapeError(f"{self._program.name}: the active extent of dim {bound[0]!r} is {want}, got {extent!r}")
-        self._drain()  # queued runs use the old extent
-        with self._lock, self._gate:
+        with self._alone():
             self._set_extent(extent)
 
     def _set_extent(self, extent: tuple[int, int] | None) -> None:
@@ -515,23 +506,20 @@ class CompiledGraph(Shown):
 
     def take_moe_residency_stats(self) -> ResidencyStats:
         """The work of each tier in the runs of this executable since the last call. Unsupported: as expert_tiers."""
-        self._drain()
-        with self._lock, self._gate:
+        with self._alone():
             return take_stats(self._executable, self.device)
 
     def enable_moe_topk_capture(self, n: int) -> None:
         """Capture the first `n` choices of every token in the next run, however it is started. A capture that was not taken is
         dropped. OptionError: a router chooses fewer than `n`. Unsupported: the graph has no router."""
-        self._drain()  # runs that are queued are not the next one
-        with self._lock, self._gate:
+        with self._alone():
             self._capture.arm(n)
             self._bar()
 
     def take_moe_topk_capture(self) -> list[np.ndarray]:
         """The choices of the first run since enable_moe_topk_capture that did not fail: i32 [tokens, n] for each layer with
         experts, in forward order. Rows of padding are undefined. BindingError: no capture is enabled, or nothing has run."""
-        self._drain()
-        with self._lock, self._gate:
+        with self._alone():
             found = self._capture.take()
             self._bar()
             return found
@@ -552,8 +540,7 @@ class CompiledGraph(Shown):
 
     def clone(self) -> CompiledGraph:
         """An independent executable. It shares code and weights, and has its own arena and its own copy of the states."""
-        self._drain()
-        with self._lock, self._gate:
+        with self._alone():
             twin = CompiledGraph(
                 self._executable.clone(), self.device, self.options, self._report, self._origins_of, self.artifact
             )
@@ -611,8 +598,7 @@ class CompiledGraph(Shown):
     @contextmanager
     def settled(self) -> Iterator[Executable]:
         """The executable, with all weights prepared if none is missing, and all experts in memory. No run starts meanwhile."""
-        self._drain()
-        with self._lock, self._gate:
+        with self._alone():
             if not self._weights.missing():
                 self._weights.ready()
             with self._weights.in_memory():
@@ -731,6 +717,13 @@ class CompiledGraph(Shown):
 
     def _shaped(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [shaped(a, o.shape) for a, o in zip(arrays, self._program.outputs, strict=True)]
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No run is queued, which would use the state before, and no other thread runs or changes this executable."""
+        self._drain()
+        with self._lock, self._gate:
+            yield
 
     def _drain(self) -> None:
         """Wait for all runs queued on these states, also those of other executables."""

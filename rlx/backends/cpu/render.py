@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, reduce
+from typing import Any
 
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels import attention, contract, grouped, quant, tiles
@@ -49,29 +50,28 @@ Limits = Sequence[V | None]  # the active extent of each dimension; None: all of
 def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int] = DEFAULT_TILING) -> Rendered:
     """The kernel as one LLVM module that defines `symbol` (ABI: rlx.host.emit.Rendered). `tiling`: see `axes`."""
     kernel = in_fewer(kernel)
-    first = next(iter(kernel.body), None)
-    if isinstance(first, Contract) and isinstance(first.b, Operand) and first.b.blocks:
-        return quant.render(kernel, target, symbol, tiling)
-    if isinstance(first, Contract):
-        return contract.render(kernel, target, symbol, tiling)
-    if isinstance(first, Native):
-        return NATIVES[first.op].render(kernel, target, symbol, tiling)
-    return _render_loops(kernel, target, symbol, tiling)
+    module = _module(next(iter(kernel.body), None))
+    return (module.render if module else _render_loops)(kernel, target, symbol, tiling)
 
 
 def axes(kernel: Kernel, target: Target) -> dict[str, tuple[int, ...]]:
     """The tuning parameters of the kernel's code: name -> values, the default first. None of them changes a result."""
     kernel = in_fewer(kernel)
-    first = next(iter(kernel.body), None)
-    if isinstance(first, Contract) and isinstance(first.b, Operand) and first.b.blocks:
-        return quant.axes(kernel, first, target)
-    if isinstance(first, Contract):
-        return tiles.axes(kernel, first, target)
+    first: Any = next(iter(kernel.body), None)
+    if module := _module(first):
+        return (tiles if module is contract else module).axes(kernel, first, target)
     if isinstance(first, Native):
-        return NATIVES[first.op].axes(kernel, first, target) if first.op in NATIVES else {}
+        return {}
     default = task_count(Space.of(kernel).weight_ns(target), target.threads)
     others = [n for n in other_tasks(target.threads) if n != default]
     return {"tasks": (default, *others)} if others and 0 not in Space.of(kernel).extents else {}
+
+
+def _module(first: Stmt | None) -> Any:
+    """The module that renders a kernel which is this statement; None: loops, or a claimed op without code."""
+    if isinstance(first, Contract):
+        return quant if isinstance(first.b, Operand) and first.b.blocks else contract
+    return NATIVES.get(first.op) if isinstance(first, Native) else None
 
 
 def _render_loops(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int]) -> Rendered:
@@ -82,10 +82,10 @@ def _render_loops(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[s
     touched = sum(nbytes.values())
     large = {b for b in kernel.buffers if b.writable and STREAMED_BYTES <= touched <= STREAMED_SHARE * nbytes[b]}
     scope.streams = frozenset(large - loaded_buffers(kernel))
-    if fetches_ahead(target.features):
-        scope.far = {b: FETCHED_AHEAD for b, n in nbytes.items() if n >= FETCHED_BYTES}
+    slow = fetches_ahead(target.features)  # memory, beside which the passes of a row are short
+    scope.far = {b: FETCHED_AHEAD for b, n in nbytes.items() if slow and n >= FETCHED_BYTES}
     space = Space.of(kernel)
-    scope.ahead = fetched(space.body, space.vars[-1]) if space.vars and not space.vector else None
+    scope.ahead = fetched(space.body, space.vars[-1], 0 if slow else FETCHED_WEIGHT) if space.vars and not space.vector else None
     tasks = 1
     if 0 not in space.extents:
         limits = [limit_of(v, n, kernel, scope) for v, n in zip(space.vars, space.extents)]
@@ -145,15 +145,15 @@ class Space:
         return math.prod(self.extents) * work / (lanes if self.vector else 1) * WEIGHT_NS
 
 
-def fetched(body: Sequence[Stmt], row: Var) -> Prefetch | None:
+def fetched(body: Sequence[Stmt], row: Var, least: int) -> Prefetch | None:
     """Prefetch for bodies with two passes over a row. While the second pass computes and memory is idle, the next row's data of
-    the first pass is prefetched, if it comes from a large buffer. None: no such body, or a second pass of few operations, which
-    this would delay (the variance of a layer norm)."""
+    the first pass is prefetched, if it comes from a large buffer. None: no such body, or a second pass with a weight below
+    `least` for each element, which this would delay (the variance of a layer norm)."""
     passes = [s for s in body if isinstance(s, Loop) and s.in_lanes and s.extent > 1]
     if len(passes) < 2:
         return None
     (first, second, *_), loads = passes, []
-    if weight([second]) < FETCHED_WEIGHT * second.extent or any(isinstance(s.buffer, Buffer) for s in stores([second])):
+    if weight([second]) < least * second.extent or any(isinstance(s.buffer, Buffer) for s in stores([second])):
         return None
     for x in distinct(expressions([first])):
         if isinstance(x, Load) and isinstance(x.buffer, Buffer) and x.guard is None and coefficient(x.index, first.var) == 1:

@@ -8,6 +8,10 @@ Tiles follow each other along the rows that are read, a few of them side by side
 rows a multiple of 4 KB apart have their lines in one set of the first-level cache, which takes 10 cycles for each line of one
 set, but 2.5 where lines of four sets take turns (Zen 4). So from large operands the lines of the tiles to come are prefetched
 into the second-level cache, a few of one row after a few of another.
+
+Where prefetches are worth it in every loop (`fetches_ahead`), a store that waits for its line is what takes longest. There tiles
+follow each other along the rows that are written, in strips as high as two lines that are read, and the lines to be written are
+prefetched, too.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from rlx.backends.cpu.scope import Scope, access, address
 from rlx.backends.shared.nest import distinct, stores, substitute
 from rlx.host import alu
 from rlx.host.emit import Emitter, V, vector
+from rlx.host.processor import fetches_ahead
 from rlx.ir.kernel import Buffer, Load, Local, Loop, Stmt, Store, Var, coefficient, const, expressions
 from rlx.ir.target import Target
 from rlx.records import record
@@ -32,6 +37,8 @@ MOST_LANES = 32  # of one whose results stay in cache: larger ones of bytes take
 TILES, RUN = 32, 4  # most tiles in a block, and side by side: lines of few rows are read in turn
 PART = 4 * LINE  # bytes of each row that are prefetched together
 ROWS, STREAMED_ROWS = 64, 32  # prefetched rows that are read in turn; where the results are written past the caches
+STRIP, MOST_STRIP, LEAST_STRIPS = 2 * LINE, 4, 8  # bytes of each row that a strip reads; most tiles in its height; in a row
+READ_AHEAD, WRITTEN_AHEAD = 4, 2  # tiles from one of a strip to that whose lines are prefetched
 Rest = Callable[[Scope, tuple[V, V] | None], None]  # (scope, bounds): emits the last dimension, or its part in bounds
 
 
@@ -48,6 +55,7 @@ class Crossing:
     again: bool  # elements may be computed twice
     run: int = RUN  # tiles side by side
     part: int = 0  # tiles of each row that are prefetched together; 0: nothing is prefetched
+    strips: bool = False  # of `part` tiles, along the rows that are written
     channels: int = 0  # instead of tiles: elements of so many rows (or columns) lie interleaved in memory
 
     @property
@@ -109,7 +117,8 @@ def crossing(
         lanes, pixels = min(MAX_LANES, target.vector_bytes // itemsize), max(rows[-1][1], loop.extent)
         return Crossing(*rows[-1], loop, across, lanes, again=True, channels=channels) if pixels >= lanes else None
     lanes, whole = lanes_of(loop, target.vector_bytes), target.vector_bytes // itemsize
-    if _moves(s) and loop.extent % whole == 0:  # elsewhere most stores of whole lines would be to two of them
+    alike = streamed and [x.buffer.dtype.itemsize for x in across] == [itemsize]
+    if (alike or _moves(s)) and loop.extent % whole == 0:  # elsewhere most stores of whole lines would be to two of them
         lanes = whole if streamed else min(whole, MOST_LANES)
     while lanes > min(rows[-1][1], loop.extent):
         lanes //= 2
@@ -119,6 +128,10 @@ def crossing(
     part = PART // (lanes * itemsize)
     if lanes < part or 2 * s.buffer.size * itemsize <= target.core_cache_bytes:
         return x
+    waits = _moves(s) or s.buffer.dtype.compute.itemsize == itemsize  # for memory, rather than for conversions
+    waits = waits and x.rows * itemsize >= LEAST_STRIPS * STRIP and not (streamed and x.whole_lines)
+    if waits and fetches_ahead(target.features):
+        return replace(x, part=min(MOST_STRIP, STRIP // (lanes * itemsize)), run=1, strips=True)
     return replace(x, part=part, run=max(2, (STREAMED_ROWS if streamed else ROWS) // lanes, TILES // x.tiles))
 
 
@@ -145,27 +158,16 @@ def emit_tiles(x: Crossing, scope: Scope, bounds: tuple[V, V] | None, rest: Rest
     if x.channels:
         last = e.intrinsic("smin", e.bin("add nsw", first, x.block), e.i64(x.rows))
         return _emit_channels(x, scope, *((start, stop) if x.channels == x.rows else (first, last)))
+    height = e.bin("sub nsw", e.i64(x.rows), first) if x.rows % x.block else e.i64(x.block)
+    height, emit = e.intrinsic("smin", height, e.i64(x.block)), _emit_strips if x.strips else _emit_block
     if x.again:
-        height = e.bin("sub nsw", e.i64(x.rows), first) if x.rows % x.block else e.i64(x.block)
-        return _emit_block(x, scope, first, e.intrinsic("smin", height, e.i64(x.block)), start, stop)
-    middle = e.bin("add nsw", start, e.bin("and", e.bin("sub nsw", stop, start), -n))
-
-    def rows(height: int) -> None:
-        whole = height // n * n
-        if whole:
-            _emit_block(x, scope, first, e.i64(whole), start, middle)
-        for begin, end, part in ((0, whole, (middle, stop)), (whole, height, bounds)):
-            if begin < end and (begin or x.loop.extent % n):
-                with e.loop(begin, end) as at:
-                    rest(scope.child({x.row: e.bin("add nsw", first, at.index)}), part)
-
-    full, over = divmod(x.rows, x.block)
-    if not full or not over:
-        return rows(over or x.block)
-    with e.when(e.cmp("slt", block, full)):
-        rows(x.block)
-    with e.when(e.cmp("sge", block, full)):
-        rows(over)
+        return emit(x, scope, first, height, start, stop)
+    whole, middle = e.bin("and", height, -n), e.bin("add nsw", start, e.bin("and", e.bin("sub nsw", stop, start), -n))
+    emit(x, scope, first, whole, start, middle)
+    remainders = (x.loop.extent % n, e.i64(0), whole, (middle, stop)), (x.rows % n, whole, height, bounds)
+    for begin, end, part in (remainder[1:] for remainder in remainders if remainder[0]):
+        with e.loop(begin, end) as at:
+            rest(scope.child({x.row: e.bin("add nsw", first, at.index)}), part)
 
 
 def _emit_channels(x: Crossing, scope: Scope, start: V, stop: V) -> None:
@@ -202,7 +204,7 @@ def _picked(e: Emitter, vectors: Sequence[V], picks: Sequence[tuple[int, int]]) 
 def _emit_block(x: Crossing, scope: Scope, first: V, height: V, start: V, stop: V) -> None:
     """`height` rows from `first` on, along the loop from `start` to `stop`."""
     e, n, part = scope.e, x.size, (x.part or x.tiles) * x.size
-    with e.loop(start, stop, x.run * n) as run, e.loop(0, height, part, nonempty=True) as group:
+    with e.loop(start, stop, x.run * n) as run, e.loop(0, height, part) as group:
         after, right = e.bin("add nsw", group.index, part), e.bin("add nsw", run.index, x.run * n)
         bottom, end = e.intrinsic("smin", after, height), e.intrinsic("smin", right, stop)
         with e.loop(group.index, bottom, n, nonempty=True) as down, e.loop(run.index, end, n, nonempty=True) as along:
@@ -212,29 +214,57 @@ def _emit_block(x: Crossing, scope: Scope, first: V, height: V, start: V, stop: 
                 tile = e.bin("mul nsw", e.bin("sub nsw", down.index, group.index), x.run)
                 tile = e.bin("add nsw", tile, e.bin("sub nsw", along.index, run.index))
                 _prefetch(x, scope, e.bin("add nsw", first, row), e.bin("add nsw", column, e.bin("udiv", tile, x.part)))
-            row = x.inside(e, e.bin("add nsw", first, down.index), x.rows, x.rows)
-            _emit_tile(x, scope, row, x.inside(e, along.index, stop, x.loop.extent))
+            _emit_tile(x, scope, e.bin("add nsw", first, down.index), along.index, stop)
+
+
+def _emit_strips(x: Crossing, scope: Scope, first: V, height: V, start: V, stop: V) -> None:
+    """As `_emit_block`, strip by strip, each from `start` to `stop`."""
+    e, n, high = scope.e, x.size, x.part * x.size
+    with e.loop(0, height, high) as strip, e.loop(start, stop, n) as along:
+        after, ahead = e.bin("add nsw", strip.index, high), e.bin("add nsw", along.index, READ_AHEAD * n)
+        wraps = e.cmp("sge", ahead, stop)  # to the next strip
+        read = e.bin("add nsw", first, e.select(wraps, after, strip.index))
+        column = e.select(wraps, e.bin("sub nsw", ahead, e.bin("sub nsw", stop, start)), ahead)
+        with e.loop(strip.index, e.intrinsic("smin", after, height), n, nonempty=True) as down:
+            part = e.bin("udiv", e.bin("sub nsw", down.index, strip.index), x.part)
+            _prefetch(x, scope, read, e.bin("add nsw", column, part))
+            row = e.bin("add nsw", first, down.index)
+            _prefetch_written(x, scope, row, e.bin("add nsw", along.index, WRITTEN_AHEAD * n))
+            _emit_tile(x, scope, row, along.index, stop)
 
 
 def _prefetch(x: Crossing, scope: Scope, row: V, column: V) -> None:
-    """Prefetch PART bytes from `row` on, in as many columns as there are parts in a tile."""
+    """Prefetch what adjacent tiles read together, from `row` on, in as many columns as there are such parts in a tile."""
     e, corner = scope.e, scope.child({x.row: row, x.loop.var: column})
     for load in x.loads:
         first, itemsize = e.freeze(address(load.buffer, load.index, corner)), load.buffer.dtype.itemsize
         for j in range(x.size // x.part):
             line = e.gep(first, j * (coefficient(load.index, x.loop.var) or 0) * itemsize)
-            for at in range(0, PART, LINE):
+            for at in range(0, STRIP if x.strips else PART, LINE):
                 e.prefetch(e.gep(line, at), level=2)
 
 
-def _emit_tile(x: Crossing, scope: Scope, row: V, column: V) -> None:
-    """Transpose the tile of each load at row and column; compute and store its rows."""
-    n = x.size
+def _prefetch_written(x: Crossing, scope: Scope, row: V, column: V) -> None:
+    """Prefetch the first line that each row of a tile at row and column is written to."""
+    e, (store,) = scope.e, stores(x.loop.body)
+    first = e.freeze(address(store.buffer, store.index, scope.child({x.row: row, x.loop.var: column})))
+    for i in range(x.size):
+        e.prefetch(e.gep(first, i * (coefficient(store.index, x.row) or 0) * store.buffer.dtype.itemsize), writes=True)
+
+
+def _emit_tile(x: Crossing, scope: Scope, row: V, column: V, stop: V) -> None:
+    """Transpose the tile of each load at row and column, or where one that ends there starts; compute and store its rows."""
+    e, n = scope.e, x.size
+    row, column = x.inside(e, row, x.rows, x.rows), x.inside(e, column, stop, x.loop.extent)
+    lanes = n if _moves(*stores(x.loop.body)) else min(n, lanes_of(x.loop, scope.vector_bytes))
     corner = scope.child({x.row: row}, vector=x.loop.var, base=column, lanes=n)
     squares = [_square(x, load, corner) for load in x.loads]
     for i in range(n):
-        inner = scope.child({x.row: scope.e.bin("add nsw", row, i)}, vector=x.loop.var, base=column, lanes=n)
-        _store(x, inner.moved(corner, {x.row: i}), [square[i] for square in squares])
+        below = {x.row: e.bin("add nsw", row, i)}
+        for at in range(0, n, lanes):
+            inner = scope.child(below, vector=x.loop.var, base=e.bin("add nsw", column, at) if at else column, lanes=lanes)
+            parts = [square[i] if lanes == n else e.shuffle(square[i], range(at, at + lanes)) for square in squares]
+            _store(x, inner.moved(corner, {x.row: i, x.loop.var: at}), parts)
 
 
 def _square(x: Crossing, load: Load, corner: Scope) -> list[V]:
@@ -246,8 +276,7 @@ def _square(x: Crossing, load: Load, corner: Scope) -> list[V]:
 
 
 def _vector(e: Emitter, load: Load, lanes: int, place: V) -> V:
-    dtype = load.buffer.dtype
-    return e.load(vector(alu.memory_type(dtype), lanes), place, dtype.itemsize)
+    return e.load(vector(alu.memory_type(load.buffer.dtype), lanes), place, load.buffer.dtype.itemsize)
 
 
 def _store(x: Crossing, scope: Scope, loaded: Sequence[V]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlx.errors import ModelError, Unsupported, known
 from rlx.forks import Lock
-from rlx.frontends.embedding import MAX_COMPILED, EmbeddingModel, read_pooling
+from rlx.frontends.embedding import EmbeddingModel, read_pooling
 from rlx.frontends.models.bert import pool
 from rlx.frontends.onnx.model import OnnxModel
 from rlx.frontends.seconds import Seconds
@@ -83,18 +83,10 @@ class OnnxEncoder(EmbeddingModel):
         graph.set_outputs([whole.astype("f32")], ["embedding"])
         return graph
 
-    def _compile(self, rows: int, length: int) -> tuple[CompiledGraph, Partitioned | None]:
-        if (key := (rows, length)) not in self._compiled:
-            with self.seconds.spent("build graph"):
-                graph = self._graph(rows, length)
-            compiled = self._net.compiled(graph)
-            for stage, seconds in compiled.report().seconds.items():
-                self.seconds[f"compile: {stage}"] += seconds
-            self._compiled[key] = compiled, None
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
-        return self._compiled[key]
+    def _made(self, rows: int, length: int) -> tuple[CompiledGraph, Partitioned | None]:
+        with self.seconds.spent("build graph"):
+            graph = self._graph(rows, length)
+        return self._net.compiled(graph), None
 
 
 __all__ = ["OnnxEncoder"]
