@@ -18,7 +18,7 @@ from itertools import product
 
 from rlx.backends.cuda.blocks import turn_of
 from rlx.backends.cuda.schedule import Launch, Segments, TensorMap, busy_points
-from rlx.backends.cuda.vectors import aligned
+from rlx.backends.cuda.vectors import aligned, width
 from rlx.backends.shared.nest import substitute
 from rlx.ir.dtype import as_dtype, f32
 from rlx.ir.kernel import Alu, Const, Contract, Expr, Kernel, Operand, Store, Var, coefficient, const, walk
@@ -41,19 +41,21 @@ OF_GROUPS = (64, 96, 128, 192, 256)  # columns of tiles of groups that were meas
 HALF = 64  # rows, of tiles with 128
 L2_ROWS = 8  # tiles of rows that are walked together, so that blocks at work share operands in the L2 cache
 
-# Costs in clock cycles of a multiprocessor, fitted to the times of 88 products in 2 to 15 tilings each on an H200: the choice
-# takes 0.8% longer than the best of them on average.
+# Costs in clock cycles of a multiprocessor, fitted to the times of 89 products in 2 to 15 tilings each on an H200: the choice
+# takes 0.5% longer than the best of them on average.
 FLOPS = 4096  # multiply-adds of 16-bit floats count as two
 BYTES, LOADED = 58, 8  # by bulk copies and by threads, while all multiprocessors fetch
+ACROSS = 0.37  # of the bytes of boxes that begin inside a line of memory, in addition
 PASSED = 133  # bytes to and from shared memory
 LATENCY = 2230  # of a bulk copy, beside others
 EPILOGUE = 4.8, 2.3  # elements, of both multiplying groups and of one
 QUEUED, WRITTEN = 13.7, 5.1  # the same of results that leave by bulk copies, and of those copies
 COSTLY = 3.0  # times as long with an exponential or the like
+SINGLE = 2.4  # times as long for one group, of elements that are stored one by one
 START = 5000  # of a launch, before the first product
 NEXT = 1570  # from tile to tile
-EXCHANGE, GIVEN = 1110, 4.2  # of sums between blocks: at least, and bytes
-HALVES = 2590  # of sums between groups, at least
+EXCHANGE, GIVEN = 645, 3.46  # of sums between blocks: at least, and bytes
+HALVES = 2300  # of sums between groups, at least
 CLUSTERED = 7 / 8  # of the multiprocessors that clusters of more than 2 blocks take at once
 
 
@@ -133,8 +135,8 @@ class Tiling:
     def cost(self, c: Contract, points: int, multiprocessors: int, by_threads: bool = False) -> float:
         """An estimate in cycles: rounds of tiles on all multiprocessors, and what is not overlapped with them."""
         _, rounds, shared = self.rounds(points * math.prod(self.tiles(c)), multiprocessors)
-        # boxes that begin inside a line of memory are two lines wide
-        columns = (self.columns + self.spare) * 2 if self.spare else min(self.columns, c.width)
+        inside = 1 - math.gcd(self.columns, CHUNK) / CHUNK if self.spare else 0  # of the tiles
+        columns = (min(self.columns, c.width) + self.spare) * (1 + ACROSS * inside)
         fetched = (min(self.rows, c.m) + columns) * LINE
         read = (self.rows + self.columns * self.rows // 64) * LINE  # 64 rows at once
         copied = fetched / LOADED if by_threads else max(fetched / BYTES, LATENCY / max(1, self.stages - 1))
@@ -170,8 +172,9 @@ class Tiling:
     def end(self, c: Contract) -> float:
         """Cycles of the epilogue of a tile."""
         costly = any(isinstance(e, Alu) and e.op in ("erf", "exp", "tanh") for e in walk(c.epilogue))
-        elements = self.rows * -(-self.columns // CHUNK) * CHUNK
-        return (COSTLY if costly else 1) * elements * c.n / max(1, c.width) / EPILOGUE[self.turns]
+        single = self.turns and width(c.epilogue, (), c.j, c.n) == 1
+        elements = self.rows * -(-self.columns // CHUNK) * CHUNK * c.n / max(1, c.width)
+        return (COSTLY if costly else 1) * (SINGLE if single else 1) * elements / EPILOGUE[self.turns]
 
 
 def itemsize(c: Contract) -> int:
