@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from rlx.backends.cuda.attention import AttentionLaunch, AttentionWriter, native_of
-from rlx.backends.cuda.groups import Group, Stages, may_join, overlaps
-from rlx.backends.cuda.render import CudaWriter
+from rlx.backends.cuda.groups import Group, MemberWriter, Stages, may_join, overlaps
 from rlx.backends.cuda.schedule import WARP, Launch
 from rlx.backends.cuda.vectors import width
 from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Let, Load, Local, Loop, Stmt, Store, Var, View, walk
@@ -136,19 +135,17 @@ class Fronted(Group):
         return "\n".join([*texts, AttentionWriter(self.last).function(name, parameters, lines)])
 
 
-class FrontWriter(CudaWriter):
+class FrontWriter(MemberWriter):
     """A kernel as a function that a warp calls: `rlx_block` counts warps, `items` of them for each tile. With `halt` it stores
-    nothing; the flag is loaded while the operands are."""
+    nothing: its caller has loaded the flag."""
 
     stored = "if (!halt) "
+    alone_in_launch = False
 
     def __init__(self, launch: Launch, tiles: int) -> None:
         super().__init__(launch)
         self.own = launch.points // tiles
         self.items = -(-self.own * launch.team // WARP)
-
-    def store(self, s: Store, value: str) -> str:
-        return ("" if id(s) in self.vector_stores else self.stored) + super().store(s, value)
 
     def enter(self) -> Iterator[str]:
         yield from ()

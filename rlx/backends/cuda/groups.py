@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.schedule import WARP, Launch
+from rlx.ir.kernel import Buffer, Store
 from rlx.ir.program import Program
 
 ARGUMENTS = 500  # of a launch: 4 KB
@@ -41,17 +42,20 @@ class Group:
         for key, m in zip([key for stage in self.keys for key in stage], self.members):
             if key not in names:
                 names[key] = f"{name}_{len(names)}"
-                texts.append(CudaWriter(m).function(names[key], member=True))
+                texts.append(self.writer(m).function(names[key], member=True))
         parameters = [", ".join(self.parameters(n)) for n in range(len(self.members))]
         cluster = f"__cluster_dims__({CLUSTER}) " if len(self.stages) > 1 else ""
         texts.append(f'extern "C" __global__ void {cluster}__launch_bounds__({self.threads})\n{name}({", ".join(parameters)}) {{')
         return "\n".join([*texts, "  rlx_begin();", *self.body(names), "}", ""])
 
     def parameters(self, n: int) -> Iterator[str]:
-        writer = CudaWriter(self.members[n])
-        writer.alone_in_launch = False
-        for i, text in enumerate(writer.arguments()):
+        for i, text in enumerate(self.writer(self.members[n]).arguments()):
             yield f"{text.rsplit(' ', 1)[0]} m{n}_{i}"
+
+    def writer(self, member: Launch) -> MemberWriter:
+        made = MemberWriter(member)
+        made.alone_in_launch = len(self.stages) == 1  # independent kernels; those of stages read what others write
+        return made
 
     def body(self, names: dict[str, str]) -> Iterator[str]:
         member = 0
@@ -60,15 +64,39 @@ class Group:
             if at:
                 yield "  rlx_cluster_barrier();"
             yield f"  for (unsigned block = blockIdx.x; block < {count}; block += gridDim.x) {{"
-            first = 0
-            for n, (key, m) in enumerate(zip(keys, stage)):
+            first, calls = 0, list[tuple[int, str]]()
+            for key, m in zip(keys, stage):
                 own = [text.rsplit(" ", 1)[1] for text in self.parameters(member)]
                 call = f"{names[key]}({', '.join([*own, f'block - {first}'])})"
-                yield f"    {'else ' * (n > 0)}if (block < {first + m.blocks}) {call};"
+                calls.append((first + m.blocks, call))
                 first, member = first + m.blocks, member + 1
+            yield from (f"    {line}" for line in chosen(calls))
             if len(self.stages) > 1 and self.shared:
                 yield "    __syncthreads();"  # the next round uses the same shared memory
             yield "  }"
+
+
+def chosen(calls: Sequence[tuple[int, str]]) -> list[str]:
+    """The call whose blocks, which end before a number, have this block among them: found by halves."""
+    if len(calls) == 1:
+        return [f"{calls[0][1]};"]
+    half = len(calls) // 2
+    low, high = chosen(calls[:half]), chosen(calls[half:])
+    return [f"if (block < {calls[half - 1][0]}) {{", *low, "} else {", *high, "}"]
+
+
+class MemberWriter(CudaWriter):
+    """A kernel as a function for one block. Where a run has failed it stores nothing; the flag is loaded while the operands
+    are."""
+
+    stored = "if (!stopped) "
+
+    def enter(self) -> Iterator[str]:
+        yield "const bool stopped = halt && *(const volatile int*)halt;"
+        yield f"if (threadIdx.x >= {self.launch.threads}) return;"
+
+    def store(self, s: Store, value: str) -> str:
+        return (self.stored if isinstance(s.buffer, Buffer) and id(s) not in self.vector_stores else "") + super().store(s, value)
 
 
 def may_join(launch: Launch) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rlx.backends.cuda.dialect import CUDA, unrounded
 from rlx.backends.cuda.rows import Key, Row, key_of
 from rlx.backends.cuda.scan import Scan, chosen, place
-from rlx.backends.cuda.schedule import WARP, Launch, Segments, is_shared
+from rlx.backends.cuda.schedule import WARP, Launch, Segments, checked_late, is_shared
 from rlx.backends.cuda.vectors import loads, stores, width
 from rlx.backends.shared.c_style import Writer
 from rlx.backends.shared.nest import identity
@@ -74,7 +74,7 @@ class CudaWriter(Writer):
     occupancy = ""  # ", N": blocks of a multiprocessor, at least
     attributes = ""  # of the function, besides
     aligned = 16  # bytes, of the shared memory of a launch
-    stored = ""  # in front of stores of vectors
+    stored = ""  # in front of stores of vectors to memory
     tile_by_block = True  # of `segments`: a block has one
 
     def arguments(self) -> list[str]:
@@ -96,7 +96,7 @@ class CudaWriter(Writer):
         cluster = f"__cluster_dims__({at.parts}) " * at.clustered
         how = f'extern "C" __global__ void {cluster}{self.attributes}__launch_bounds__({at.threads}{self.occupancy})'
         if member:
-            how, self.block_number, self.alone_in_launch = "RLX_FN void", "rlx_block", False
+            how, self.block_number = "RLX_FN void", "rlx_block"
         arguments = self.arguments()
         if member:
             arguments.append("unsigned rlx_block")
@@ -119,16 +119,16 @@ class CudaWriter(Writer):
 
     def enter(self) -> Iterator[str]:
         """The first statements of a member."""
-        yield "if (rlx_halted(halt)) return;"
-        yield f"if (threadIdx.x >= {self.launch.threads}) return;"
+        yield from ()
 
     def body(self) -> None:
         k, at = self.kernel, self.launch
+        stmts = checked_late(k) if type(at) is Launch else k.body
         if at.vector > 1:
-            self.in_vectors(k.body, (), k.grid[-1][0], at.vector, f"{self.names[k.grid[-1][0]]}_0")
+            self.in_vectors(stmts, (), k.grid[-1][0], at.vector, f"{self.names[k.grid[-1][0]]}_0")
         else:
             self.line_of_parts()
-            self.block(k.body)
+            self.block(stmts)
         if at.part and at.parts > 1:
             self.line("all.forget();")
 
@@ -290,7 +290,7 @@ class CudaWriter(Writer):
             self.vector_loads, self.vector_stores = {}, {}
         for s, made in out.values():
             guard = "" if s.guard is None else f"if ({self.at_first(s.guard, var, first)}) "
-            guard += self.stored
+            guard += self.stored * isinstance(s.buffer, Buffer)
             self.line(f"{guard}rlx_put<{size}>({self.names[s.buffer]} + {self.at_first(s.index, var, first)}, {made});")
 
     def at_first(self, e: Expr, var: Var, first: str) -> str:

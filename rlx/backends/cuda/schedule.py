@@ -7,7 +7,7 @@ run in every thread of the team with the same values; the iterations of its vect
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rlx.backends.cuda.edges import cut_at_edges
@@ -18,7 +18,7 @@ from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import long_sums
 from rlx.backends.shared.nest import nested
 from rlx.ir.kernel import Alu, Buffer, Check, Contract, Expr, Kernel, Let, Load, Local, Loop, Stmt, Store, Var, coefficient, walk
-from rlx.ir.overlap import may_overlap
+from rlx.ir.overlap import may_overlap, unaliased
 from rlx.records import record
 
 THREADS = 256  # of a block of small teams
@@ -339,12 +339,32 @@ def _vector(kernel: Kernel) -> int:
     if not kernel.grid or any(x.var is kernel.grid[-1][0] for x in kernel.limits):
         return 1
     (var, extent), points = kernel.grid[-1], math.prod(n for _, n in kernel.grid)
-    size = width(kernel.body, (), var, extent)
     moves = not any(isinstance(e, Alu) and e.dtype.is_float for e in walk(kernel.body))
+    # a thread that waits for the place of its rows, and then for them, moves twice as much
+    size = width(kernel.body, (), var, extent, 2 if moves and _at_position(kernel) else 1)
     stored = max(1, sum(isinstance(s, Store) for s in kernel.body))  # elements of a point
     while size > 1 and points * stored // size < (MOVING_THREADS if moves else BUSY_THREADS):
         size //= 2
     return size
+
+
+def _at_position(kernel: Kernel) -> bool:
+    """Whether it reads rows from a place on that is one number in memory."""
+    inner = (e for x in walk(kernel.body) if isinstance(x, Load) for e in walk(x.index) if isinstance(e, Load))
+    return any(not any(isinstance(v, Var) for v in walk(e.index)) for e in inner)
+
+
+def checked_late(kernel: Kernel) -> Sequence[Stmt]:
+    """The statements of a kernel, with checks of what it does not write behind the others if they are plain ones: a failure only
+    sets flags, and no load should wait for it."""
+    if not all(isinstance(s, Let | Store | Check | Loop) for s in kernel.body):
+        return kernel.body
+    read = {b for b, free in zip(kernel.buffers, unaliased(kernel)) if free and not b.writable}
+
+    def late(s: Stmt) -> bool:
+        return isinstance(s, Check) and all(x.buffer in read for x in walk((s,)) if isinstance(x, Load))
+
+    return sorted(kernel.body, key=late)
 
 
 def _of_a_point(body: tuple[Stmt, ...]) -> list[Loop]:

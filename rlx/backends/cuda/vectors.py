@@ -10,13 +10,13 @@ BYTES = 16  # of one access
 MOST = 8  # elements of one thread at once
 
 
-def width(stmts: Sequence[Stmt], ends: Sequence[Expr], var: Var, extent: int) -> int:
-    """How many consecutive iterations one thread should do at once; 1: no access gains by it."""
+def width(stmts: Sequence[Stmt], ends: Sequence[Expr], var: Var, extent: int, accesses: int = 1) -> int:
+    """How many consecutive iterations one thread should do at once; 1: no access gains by it. `accesses`: of a load, at most."""
     if any(isinstance(s, Loop) for s in stmts):
         return 1
-    for size in (MOST, 4, 2):
+    for size in sorted({MOST * accesses, MOST, 4, 2}, reverse=True):
         found = [*loads(stmts, ends, var, size), *stores(stmts, var, size)]
-        if extent % size == 0 and found and size * min(x.buffer.dtype.itemsize for x in found) <= BYTES:
+        if extent % size == 0 and found and size * min(x.buffer.dtype.itemsize for x in found) <= BYTES * accesses:
             return size
     return 1
 
