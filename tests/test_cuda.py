@@ -245,6 +245,15 @@ def test_transposes_go_through_shared_memory(axes):
         assert cubin(text_of(found, "kernel"), "sm_90a")
 
 
+def test_tiles_are_read_only_where_the_kernel_reads():
+    """Rows of one part of a concat are outside the memory of the other."""
+    joined = one(lambda g: rlx.copy(rlx.transpose(rlx.concat(*(g.input(n, (48, 96), "f32") for n in "xy"), axis=0), (1, 0))))
+    found = launch_of(joined, "sm_90a")
+    text = text_of(found, "kernel").split("kernel(")[1]
+    assert isinstance(found, TileLaunch) and text.count("rlx_fetch<4>(got") == 2
+    assert all("if (t" in line for line in text.splitlines() if "rlx_fetch<4>(got" in line)
+
+
 def test_an_index_beyond_32_bits_stays_out_of_range():
     kernel = one(lambda g: rlx.gather(g.input("x", (5,), "f32"), g.input("i", (2,), "i64")))
     text = text_of(launch_of(kernel, "sm_90a"), "kernel")

@@ -142,15 +142,11 @@ class TileTransposer(CudaWriter):
             each = at.rows // size
             self.line(f"const rlx_index {row} = {row}_first + e % {each} * {size}, {column} = {column}_first + e / {each};")
             self.stop_outside(row, column)
-            guard = "" if x.guard is None else f"{self.value(x.guard)} ? "
-            place = f"{self.names[x.buffer]} + {self.value(x.index)}"
-            if size == 1:
-                self.line(f"{tile}[e / {each}][e % {each}] = {guard}*({place}){f' : ({element})0' * bool(guard)};")
-            else:
-                self.line(f"{element} got[{size}];")
-                self.line(f"rlx_fetch<{size}>(got, {place});")
-                self.line("#pragma unroll")
-                self.line(f"for (int v = 0; v < {size}; v++) {tile}[e / {each}][e % {each} * {size} + v] = got[v];")
+            guard = "" if x.guard is None else f"if ({self.value(x.guard)}) "
+            self.line(f"{element} got[{size}]{' = {}' * bool(guard)};")
+            self.line(f"{guard}rlx_fetch<{size}>(got, {self.names[x.buffer]} + {self.value(x.index)});")
+            self.line("#pragma unroll")
+            self.line(f"for (int v = 0; v < {size}; v++) {tile}[e / {each}][e % {each} * {size} + v] = got[v];")
         self.places[id(x)] = tile
 
     def load(self, e: Load) -> str:
