@@ -21,7 +21,7 @@ Remake = Callable[[tuple[Value, ...]], Sequence[Value]]  # new inputs of a node 
 
 def packing(graph: Graph, compilation: Compilation) -> Graph:
     """`graph` with packed right operands, and look-ups that read a packed table instead of the plain one."""
-    packs = {node: found for node in graph.nodes() if (found := _packed(node, compilation)) is not None}
+    packs = {node: found for node in graph.nodes() if (found := _packed(node, graph, compilation)) is not None}
     made: dict[Hashable, Value] = {}
 
     def shared(packed: Value, right: Value) -> Value:
@@ -40,10 +40,11 @@ def packing(graph: Graph, compilation: Compilation) -> Graph:
     return graph.rebuild(new) if packs else graph
 
 
-def _packed(node: Node, compilation: Compilation) -> Value | None:
+def _packed(node: Node, graph: Graph, compilation: Compilation) -> Value | None:
     """The packed right operand of a contraction, or of a claimed op that supports packing."""
     target, is_native = compilation.target, compilation.is_native(node)
-    if is_native and node.op.name in target.packs and (packed := target.packs[node.op.name](node)) is not None:
+    packs = target.packs.get(node.op.name) if is_native or node.op.name not in target.natives else None
+    if packs and (packed := packs(node, graph, compilation.options)) is not None:
         return packed
     product = node.op.product is not None if is_native else node.op.kind is Kind.CONTRACT
     if not product or compilation.is_static(node):
@@ -87,23 +88,22 @@ def _look_ups(graph: Graph, packs: Mapping[Node, Value]) -> dict[Node, Remake]:
     out: dict[Node, Remake] = {}
     freed: set[Value] = set()
     for packed in dict.fromkeys(packs.values()):
-        table = packed.node.inputs[0]
-        while table.node.op.kind is Kind.VIEW:
-            table = table.node.inputs[0]
+        table = _base(packed.node.inputs[0])
         if table.node.op is not PARAM or table in freed or len(readers[table]) == 1:
             continue
         found = [_out_of(packed, v, reader, readers, graph) for v, reader in _plain_readers(table, readers, packs)]
-        if None not in found and not any(_based(root, table) for root in graph.roots()):
+        if None not in found and not any(_base(root) is table for root in graph.roots()):
             freed.add(table)
             for remade in found:
                 out.update(remade or {})
     return out
 
 
-def _based(value: Value, table: Value) -> bool:
+def _base(value: Value) -> Value:
+    """The value whose memory a view shows."""
     while value.node.op.kind is Kind.VIEW:
         value = value.node.inputs[0]
-    return value is table
+    return value
 
 
 def _plain_readers(

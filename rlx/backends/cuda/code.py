@@ -16,7 +16,7 @@ from typing import Any
 from rlx.backends.cuda import attention, flash
 from rlx.backends.cuda.contract import Tile, TileWriter, has_tiles, tiled
 from rlx.backends.cuda.dialect import prelude
-from rlx.backends.cuda.fma import FmaLaunch, FmaWriter, by_fma
+from rlx.backends.cuda.fma import FmaLaunch, FmaWriter, by_fma, by_rows
 from rlx.backends.cuda.fronts import Fronted, fronted
 from rlx.backends.cuda.gemv import GemvLaunch, GemvWriter, few_rows
 from rlx.backends.cuda.gemv_blocks import BlocksLaunch, of_blocks
@@ -89,7 +89,7 @@ SHARED_BYTES = {80: MIDDLE, 86: SMALL, 87: MIDDLE, 89: SMALL, 120: SMALL, 121: S
 
 
 def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTIPROCESSORS) -> Launch:
-    capability = int(arch[3:].rstrip("af"))
+    kernel, capability = by_rows(kernel), int(arch[3:].rstrip("af"))
     most = SHARED_BYTES.get(capability, LARGEST)
     if of_groups(kernel):
         return segmented(kernel, arch, multiprocessors, most)

@@ -9,17 +9,24 @@ beyond it, and stores what no other tile does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import is_
 from pathlib import Path
+from typing import Any
 
 from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.schedule import WARP, Tiled, apart, busy_points
 from rlx.backends.cuda.vectors import aligned, width
+from rlx.backends.shared.packed import is_known
 from rlx.ir.dtype import f32
+from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.kernel import Contract, Kernel, Operand, Stmt
+from rlx.ir.ops.pack import pack, panels
 from rlx.records import record
 
+MANY_ROWS = 1024  # for which a weight is stored anew
 PAD = 4  # floats behind a row of a slice, against bank conflicts
 SHARED = 227 << 10  # bytes of a block
 
@@ -82,6 +89,27 @@ _TABLE += [(64, 96, 8, 12, 4, 2, 1), (64, 96, 8, 12, 2, 1, 2), (96, 96, 8, 12, 2
 _TABLE += [(128, 96, 8, 12, 2, 2, 1), (32, 96, 4, 12, 4, 1, 2)]
 _TABLE += [(32, 32, 4, 4, 4, parts, 4) for parts in (1, 2)] + [(16, 32, 4, 4, 4, parts, 4) for parts in (1, 2, 4, 8)]
 SIZES = tuple(Size(*numbers) for numbers in _TABLE)
+
+
+def packs(node: Node, graph: Graph, options: Any) -> Value | None:
+    """The weight of a product of many rows, stored anew so that its columns are adjacent: then chunks of slices are copied, not
+    elements. None: it is so already, or programs of fewer rows, which share the state, share it too."""
+    x, w = node.inputs
+    turned = w.rank == 2 and w.node.op.name == "transpose" and w.shape.static[1] % 4 == 0 and is_known(w)
+    if not turned or math.prod(x.shape.static[:-1]) < MANY_ROWS or not x.dtype == w.dtype == f32:
+        return None
+    return None if graph.handles or options.precision == "tf32" else pack(w, layout=panels(w.shape.static[1]))  # type: ignore[return-value]
+
+
+def by_rows(kernel: Kernel) -> Kernel:
+    """A right operand that is one panel of all columns is a matrix row by row."""
+
+    def plain(s: Stmt) -> Stmt:
+        whole = isinstance(s, Contract) and isinstance(s.b, Operand) and s.b.panel == s.n and s.b.group == 1
+        return replace(s, b=replace(s.b, row_stride=s.n, col_stride=1, panel=0)) if whole else s  # type: ignore[type-var]
+
+    body = tuple(map(plain, kernel.body))
+    return kernel if all(map(is_, body, kernel.body)) else replace(kernel, body=body)
 
 
 @record
@@ -210,4 +238,4 @@ class FmaWriter(CudaWriter):
             self.block(c.epilogue)
 
 
-__all__ = ["SIZES", "FmaLaunch", "FmaWriter", "Size", "by_fma"]
+__all__ = ["SIZES", "FmaLaunch", "FmaWriter", "Size", "by_fma", "by_rows", "packs"]

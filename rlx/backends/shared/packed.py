@@ -28,7 +28,7 @@ def claim(node: Node) -> str | None:
         return f"columns come in whole blocks of {f.block}, {x.shape} has {x.dims[-1] if x.dims else 'none'}"
     if x.shape.num_elements == 0 or packed.shape.num_elements == 0:
         return "there is nothing to multiply"
-    return None if _is_known(packed) else "only weights that are params are packed"
+    return None if is_known(packed) else "only weights that are params are packed"
 
 
 def claim_segments(node: Node) -> str | None:
@@ -44,16 +44,16 @@ def panel(format: str) -> Panel:
     return Panel(FORMATS[format], PANEL, STEP)
 
 
-def _is_known(value: Value) -> bool:
+def is_known(value: Value) -> bool:
     node = value.node
-    return node.op in (PARAM, CONSTANT) or (node.op.ahead and all(map(_is_known, node.inputs)))
+    return node.op in (PARAM, CONSTANT) or (node.op.ahead and all(map(is_known, node.inputs)))
 
 
-def packs(node: Node) -> Value | None:
+def packs(node: Node, *_: object) -> Value | None:
     """The weights of a claimed node, packed as kernels expect their second operand; None: they are numbers."""
     if not node.attrs.format:  # type: ignore[union-attr]
         return None
     return pack_quant(node.inputs[1], format=node.attrs.format, rows=PANEL, step=STEP)  # type: ignore[union-attr, return-value]
 
 
-__all__ = ["PANEL", "STEP", "claim", "claim_segments", "packs", "panel"]
+__all__ = ["PANEL", "STEP", "claim", "claim_segments", "is_known", "packs", "panel"]

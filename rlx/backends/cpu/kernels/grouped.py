@@ -53,7 +53,7 @@ def claim(node: Node) -> str | None:
     return None
 
 
-def packs(node: Node) -> Value:
+def packs(node: Node, *_: object) -> Value:
     """The weights in row-major order, as they may be a view of another."""
     w = node.inputs[1]
     return pack(w, layout=tuple((axis, 1) for axis in range(w.rank)))  # type: ignore[return-value]
