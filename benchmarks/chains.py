@@ -95,6 +95,8 @@ def cases() -> list[Case]:
         label = f"{'last' if axis else 'first'} {dims[0]}x{dims[1]}"
         out.append(Case(f"argmax {label}", lambda m, x, axis=axis: m.argmax(x, axis), (dims,)))
         out.append(Case(f"cumsum {label}", lambda m, x, axis=axis: m.cumsum(x, axis), (dims,)))
+    for dims, count in (((100, 64), 8), ((16, 1000), 5), ((8, 4235), 50), ((1, 151936), 50), ((8, 4235), 4235)):
+        out.append(Case(f"top {count} {_dims(dims)}", lambda m, x, count=count: m.top(x, count), (dims,)))
     for n in (256, 1024, 4096):
         out.append(Case(f"transpose {n}x{n}", lambda m, x: m.transpose(x, (1, 0)), ((n, n),)))
     for dims in ((1000, 1000), (2000, 3000), (128, 65536), (65536, 128)):

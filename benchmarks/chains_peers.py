@@ -56,6 +56,9 @@ class Numpy:
     def cumsum(self, x: Any, axis: int) -> Any:
         return self.np.cumsum(x, axis=axis)
 
+    def top(self, x: Any, count: int) -> Any:
+        return -self.np.sort(-x, axis=-1)[..., :count]
+
     def transpose(self, x: Any, perm: tuple[int, ...]) -> Any:
         made = self.np.transpose(x, perm)
         return self.np.ascontiguousarray(made) if self.np is np else made
@@ -69,6 +72,11 @@ class Jax(Numpy):
         import jax
 
         return jax.nn.gelu(x, approximate=False)
+
+    def top(self, x: Any, count: int) -> Any:
+        import jax
+
+        return jax.lax.top_k(x, count)[0]
 
 
 class Rlx:
@@ -85,6 +93,9 @@ class Rlx:
 
     def cumsum(self, x: Any, axis: int) -> Any:
         return rlx.cumsum(x, axis=axis)
+
+    def top(self, x: Any, count: int) -> Any:
+        return rlx.top_k(x, k=count)[0]
 
     def transpose(self, x: Any, perm: tuple[int, ...]) -> Any:
         return rlx.transpose(x, axes=perm)
@@ -126,6 +137,9 @@ class Torch:
     def cumsum(self, x: Any, axis: int) -> Any:
         return self.torch.cumsum(x, axis)
 
+    def top(self, x: Any, count: int) -> Any:
+        return self.torch.topk(x, count)[0]
+
     def transpose(self, x: Any, perm: tuple[int, ...]) -> Any:
         return x.permute(perm).contiguous()
 
@@ -140,11 +154,12 @@ class Onnx:
         self.nodes: list[Any] = []
         self.constants: list[Any] = []
 
-    def node(self, op: str, *inputs: Any, **attrs: Any) -> Named:
+    def node(self, op: str, *inputs: Any, also: tuple[str, ...] = (), **attrs: Any) -> Named:
+        """The first result of a node. `also`: names of others, which nothing reads."""
         from onnx import helper
 
         out = f"t{len(self.nodes)}"
-        self.nodes.append(helper.make_node(op, [self.name_of(x) for x in inputs], [out], **attrs))
+        self.nodes.append(helper.make_node(op, [self.name_of(x) for x in inputs], [out, *also], **attrs))
         return Named(self, out)
 
     def name_of(self, x: Any) -> str:
@@ -178,6 +193,9 @@ class Onnx:
 
     def cumsum(self, x: Any, axis: int) -> Any:
         return self.node("CumSum", x, (axis,))
+
+    def top(self, x: Any, count: int) -> Any:
+        return self.node("TopK", x, (count,), also=("places",))
 
     def transpose(self, x: Any, perm: tuple[int, ...]) -> Any:
         return self.node("Transpose", x, perm=perm)

@@ -63,10 +63,10 @@ def everything() -> K.Kernel:
             (K.Carry(last, K.const(float("inf"), f32), k.add(last, loaded)),),
         ),
         K.Sort(
-            n, 3, k.cast(K.Load(scratch, n), f32), True, rank, held, origin,
+            n, 3, 2, k.cast(K.Load(scratch, n), f32), True, rank, held, origin,
             (K.Store(scratch, k.rem(origin, 3), k.cast(held, f64)),),
         ),
-        K.Sort(j, 1, k.add(j, first), False, n, origin, rank, ()),
+        K.Sort(j, 1, 1, k.add(j, first), False, n, origin, rank, ()),
         K.Store(y, at, k.select(kept, k.add(total, last), K.const(1e-45, f32)), kept),
     )  # fmt: skip
     return K.Kernel("a name", (x, y, table), (row, scratch), ((g, 10),), (K.Loop(i, 64, body, True),), ("sum", "two words"))

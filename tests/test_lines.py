@@ -22,6 +22,7 @@ from rlx.backends.ref.interpret import run_kernel
 from rlx.backends.shared.lines import in_loops
 from rlx.compiler import lower
 from rlx.host.emit import Emitter, V
+from rlx.ir.evaluate import evaluate
 from rlx.ir.kernel import EXTREMES, Buffer, Kernel, Load, Loop, Reduce, Sort, Store, Var, const, k, walk
 from rlx.ir.target import Target
 from tests.kernel_runs import run as run_on_cpu
@@ -214,6 +215,7 @@ OPS: dict[str, Callable[[Any, int, bool], Any]] = {
     "cumsum": lambda x, axis, flag: rlx.cumsum(x, axis=axis, reverse=flag),
     "sums before": lambda x, axis, flag: rlx.cumsum(x, axis=axis, reverse=flag, exclusive=True),
     "sort": lambda x, axis, flag: rlx.sort(x, descending=flag),
+    "top_k": lambda x, axis, flag: rlx.top_k(x, k=min(3, x.dims[-1]), largest=flag),
 }
 PLAIN = Target("plain", frozenset(d.name for d in KINDS.values()))  # leaves every kernel as lowered
 
@@ -247,12 +249,12 @@ def test_a_schedule_changes_no_result(
 ) -> None:
     """Dims with the op's axis first, in the middle or last; lengths around a block, a vector and a run of columns."""
     dims = {0: (min(length, 9), inner), 1: (outer, min(length, 40), inner), 2: (outer, length)}[axis]
-    axis = len(dims) - 1 if name == "sort" else axis if axis < 2 else 1
+    axis = len(dims) - 1 if name in ("sort", "top_k") else axis if axis < 2 else 1
     kind = kind if np.dtype(dtype).kind == "f" or kind == "ties" else "normal"
     kernel = plain_kernel(lambda x: OPS[name](x, axis, flag), dims, KINDS[dtype])
     scheduled, loops = schedule(kernel, threads), in_loops(kernel)
     intel = target_for("x86_64-unknown-linux-gnu", "x86-64-v4", ("avx512fp16",), threads).schedule(kernel)  # a few rows at once
-    assert is_plain(kernel) == (name in ("argmax", "argmin", "sort")) and not is_plain(scheduled) and not is_plain(loops)
+    assert is_plain(kernel) == (name in ("argmax", "argmin", "sort", "top_k")) and not is_plain(scheduled) and not is_plain(loops)
     assert scheduled.buffers == loops.buffers == kernel.buffers
     x = some_of(kind, dims, dtype)
     want = on_ref(kernel, x)
@@ -291,3 +293,23 @@ def test_a_schedule_depends_on_where_memory_is_contiguous() -> None:
     g.set_outputs([rlx.cumsum(g.input("x", (5, "n"), rlx.f32), axis=0)])
     (step,) = lower(g, PLAIN, rlx.CompileOptions().bind_extent("n", 64)).steps
     assert step.kernel.limits and schedule(step.kernel, 2).grid == step.kernel.grid and not schedule(step.kernel, 2).locals
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f64", "bf16", "i8", "u64"])
+def test_rows_are_sorted_by_every_schedule(dtype: str) -> None:
+    """All or a few elements of short and of long rows, with ties, NaN and zeros of both signs."""
+    kind, g, inputs = rlx.as_dtype(dtype), rlx.Graph("sorts"), {}
+    outputs: list[rlx.Value] = []
+    for n in (1, 2, 33, 64, 100, 1000):
+        x = (RNG.standard_normal((2, n)) * 30).astype(np.int8).astype(kind.numpy)
+        if kind.is_float:
+            x[0, ::3], x[1, ::2], x[1, 1::5] = np.nan, -0.0, np.inf
+        inputs[f"x{n}"] = x
+        v = g.input(f"x{n}", x.shape, kind)
+        for count in {1, min(n, 5), n // 2, n}:
+            outputs += [part for largest in (False, True) for part in rlx.top_k(v, k=count, largest=largest)]
+    g.set_outputs(outputs)
+    c = rlx.Session().compile(g)
+    c._executable.poison()  # type: ignore[attr-defined]
+    for found, want in zip(c.run(inputs), evaluate(g, inputs)[0], strict=True):
+        assert found.tobytes() == want.tobytes()

@@ -86,7 +86,7 @@ def sort_kernel(rows, columns, descending, dtype=f32):
     r, i, rank, held, origin = Var("r"), Var("i"), Var("rank"), Var("held", dtype), Var("origin")
     at = lambda v: linear([(r, columns), (v, 1)])  # noqa: E731
     body = Store(out, at(rank), held), Store(places, at(rank), k.cast(origin, i64))
-    sort = Sort(i, columns, k.neg(Load(x, at(i))), descending, rank, held, origin, body)
+    sort = Sort(i, columns, columns, k.neg(Load(x, at(i))), descending, rank, held, origin, body)
     return Kernel("sorts", (x, out, places), (), (), (Loop(r, rows, (sort,)),))
 
 

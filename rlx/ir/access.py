@@ -51,7 +51,7 @@ def accesses(kernel: Kernel) -> tuple[Access, ...]:
                 start = len(found)
                 note((s.value,), (*here, 0), (*loops, (s.i, s.n)))
                 found[start:] = [replace(a, again=True) for a in found[start:]]
-                block(s.body, here, (*loops, (s.to, s.n)), 1)
+                block(s.body, here, (*loops, (s.to, s.kept)), 1)
             elif isinstance(s, K.Contract):
                 note((s.count,), here, loops)
                 operand(s.a, (s.m, s.k), here, loops)

@@ -214,7 +214,7 @@ def _flops(body: Iterable[Stmt]) -> int:
             ends += [Let(c.var, c.next) for c in s.carries]
             total += s.extent * _flops((*s.body, *ends))
         elif isinstance(s, Sort):
-            total += s.n * _flops((Let(s.held, s.value), *s.body))
+            total += s.n * _flops((Let(s.held, s.value),)) + s.kept * _flops(s.body)
         elif isinstance(s, Contract):
             total += 2 * s.m * s.width * s.k + s.m * (s.n * _flops(s.epilogue) + _flops(s.rows))
             for o, rows, columns in ((s.a, s.m, s.k), (s.b, s.k, s.width)):

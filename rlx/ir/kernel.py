@@ -190,12 +190,13 @@ class Loop:
 
 @record(eq=False, slots=True)
 class Sort:
-    """Sorts `value` of every i in range(n), then runs `body` for every `to` in range(n): there `held` is the value at position
+    """Sorts `value` of every i in range(n), then runs `body` for every `to` in range(kept): there `held` is the value at position
     `to` of the sorted ones, and `origin` its i. Equal values keep their order, and NaN is the greatest value. A renderer may
     compute values repeatedly; all of them are computed before the body runs."""
 
     i: Var
     n: int
+    kept: int
     value: Expr
     descending: bool
     to: Var

@@ -230,6 +230,9 @@ class KernelParser(ExpressionParser):
         self.at += 1
         descending = self.accept("descending")
         i, n = self.counted("position")
+        kept = self.count("the number of values kept") if self.accept("kept") else n
+        if kept > n:
+            self.error(f"{kept} are kept of {n}")
         self.expect(":")
         self.advance()
         self.block_of_temps(depth + 1)
@@ -246,7 +249,7 @@ class KernelParser(ExpressionParser):
         self.expect("to")
         to = self.position("a position")
         self.advance()
-        return K.Sort(i, n, value, descending, to, held, origin, self.block(depth + 1))
+        return K.Sort(i, n, kept, value, descending, to, held, origin, self.block(depth + 1))
 
     def contract(self, depth: int) -> K.Contract:
         self.at += 1

@@ -130,7 +130,8 @@ class _Printer:
         elif isinstance(s, K.Loop):
             self.loop(s, depth)
         elif isinstance(s, K.Sort):
-            self.line(depth, f"sort {'descending ' if s.descending else ''}{self.var(s.i, 'i')} < {s.n}:")
+            some = f" kept {s.kept}" if s.kept != s.n else ""
+            self.line(depth, f"sort {'descending ' if s.descending else ''}{self.var(s.i, 'i')} < {s.n}{some}:")
             value = self.expr(s.value, depth + 1)
             self.line(depth + 1, f"value {value}")
             held, origin = self.var(s.held, "v"), self.var(s.origin, "i")

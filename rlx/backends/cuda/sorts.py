@@ -57,7 +57,7 @@ class SortWriter(CudaWriter):
             self.line(";")
             self.line(f"rlx_sort<{at.team}, {at.each}, {s.n}, {order}, {value}>(keys, me, value);")
             to = self.name(s.to, "i")
-            with self.scope([f"for (rlx_index {to} = me; {to} < {s.n}; {to} += {at.team}) {{"]):
+            with self.scope([f"for (rlx_index {to} = me; {to} < {s.kept}; {to} += {at.team}) {{"]):
                 self.line(f"const rlx_key<{value}> key = keys[rlx_spread({to})];")
                 self.names[s.held] = self.fix("x", s.value.dtype, f"rlx_of_key<{order}, {value}>(key)")
                 self.line(f"const rlx_index {self.name(s.origin, 'o')} = key.below >> 1;")

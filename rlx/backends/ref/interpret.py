@@ -231,14 +231,17 @@ class _Chunk:
 
     def sort(self, s: K.Sort) -> None:
         axis = self.depth
-        self.env[s.i] = self.env[s.to] = self.along(np.arange(s.n), axis)
+        self.env[s.i], self.env[s.to] = self.along(np.arange(s.n), axis), self.along(np.arange(s.kept), axis)
         with self.scope(1, s.n):
             value = self.value(s.value)
             value = np.broadcast_to(value, [s.n if a == axis else n for a, n in enumerate(value.shape)])
             order = np.argsort(np.flip(value, axis) if s.descending else value, axis=axis, kind="stable")
             order = s.n - 1 - np.flip(order, axis) if s.descending else order  # reversed twice: ties keep their order
+            order = np.take(order, np.arange(s.kept), axis)
             self.env |= {s.held: np.take_along_axis(value, order, axis), s.origin: order}
-            self.block(s.body)
+        if s.kept:
+            with self.scope(1, s.kept):
+                self.block(s.body)
 
     def contract(self, c: K.Contract) -> None:
         if c.count is not None:

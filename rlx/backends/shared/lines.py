@@ -83,7 +83,7 @@ def bitonic(s: Sort, kept: list[Local], per_row: bool) -> tuple[Stmt, ...]:
         Carry(size, const(2), k.select(ended, k.mul(size, const(2)), size)),
         Carry(step, const(1), k.select(ended, size, k.div(step, const(2)))),
     ))  # fmt: skip
-    out = Loop(s.to, s.n, substitute(s.body, {s.held: Load(values, s.to), s.origin: Load(places, s.to)}))
+    out = Loop(s.to, s.kept, substitute(s.body, {s.held: Load(values, s.to), s.origin: Load(places, s.to)}))
     return (fill, passes, out) if stages else (fill, out)
 
 

@@ -17,7 +17,6 @@ from rlx.ir.kernel import Carry, Expr, Let, Loop, Loops, Reduce, Sort, Var, cons
 from rlx.ir.node import Value
 from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.rules import axis_of, lines, others, static_dim
-from rlx.ir.ops.view import slice_axis
 from rlx.ir.shape import Shape
 
 # -- argmax, argmin ------------------------------------------------------------------------------------------------
@@ -174,12 +173,16 @@ def best_of(line: np.ndarray, count: int) -> np.ndarray:
     return _sorted_arrays(line, True)[1][:count]
 
 
-def _sort_kernel(ctx: Lowering, node: Applied[SortAttrs]) -> Loops:
-    x, i, to, origin = node.inputs[0], Var("i"), Var("to"), Var("origin")
+def _sorted(ctx: Lowering, x: Value, count: int, descending: bool) -> Loops:
+    """The first `count` elements of each sorted row, and their indices."""
+    i, to, origin, held = Var("i"), Var("to"), Var("origin"), Var("held", x.dtype.compute)
     grid, at = lines(ctx.dims(x), x.rank - 1)
-    held = Var("held", x.dtype.compute)
     stores = ctx.store(0, at(to), held), ctx.store(1, at(to), k.cast(origin, i64))
-    return grid, (Sort(i, ctx.dims(x)[-1], ctx.element(x, at(i)), node.attrs.descending, to, held, origin, stores),)
+    return grid, (Sort(i, ctx.dims(x)[-1], count, ctx.element(x, at(i)), descending, to, held, origin, stores),)
+
+
+def _sort_kernel(ctx: Lowering, node: Applied[SortAttrs]) -> Loops:
+    return _sorted(ctx, node.inputs[0], ctx.dims(node.inputs[0])[-1], node.attrs.descending)
 
 
 def _sort_shapes(attrs: SortAttrs, x: Shape) -> tuple[Shape, ...]:
@@ -207,9 +210,9 @@ TOP_K = (
     Sample(((3, 4),), {"k": 0}),
 )  # fmt: skip
 top_k = op(
-    "top_k", kind=Kind.COMPOSITE, infer=_top_k_shapes, attrs=TopKAttrs, dtypes="fiu", samples=TOP_K,
+    "top_k", kind=Kind.KERNEL, infer=_top_k_shapes, attrs=TopKAttrs, dtypes="fiu", samples=TOP_K, rows=others,
+    kernel=lambda ctx, node: _sorted(ctx, node.inputs[0], node.attrs.k, node.attrs.largest),
     reference=lambda a, x: tuple(part[..., : a.k] for part in _sorted_arrays(x, a.largest)),
-    decompose=lambda a, x: tuple(slice_axis(part, -1, 0, a.k) for part in sort(x, descending=a.largest)),
     doc="The k largest (or smallest) elements along the last dim, sorted, and their indices (i64); ties are ordered by index.",
 )  # fmt: skip
 
