@@ -127,6 +127,16 @@ def test_results_past_the_caches() -> None:
     assert "nontemporal" in text  # halves of a line are computed, and leave together
 
 
+def test_narrow_tiles_of_large_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are no whole lines, from memory: one tile side by side, and two in a part."""
+    monkeypatch.setattr(transpose, "fetches_ahead", lambda features: False)
+    x = np.random.default_rng(0).integers(0, 256, (2001, 2107), np.uint16)
+    for threads in (1, 3):
+        got, text = run(lambda v: rlx.transpose(v, axes=(1, 0)), x.view(rlx.bf16.numpy), threads=threads)
+        np.testing.assert_array_equal(got.view(np.uint16), x.T)
+        assert "llvm.prefetch" in text and WRITES not in text
+
+
 def test_bits_that_are_only_moved_stay() -> None:
     """NaNs with a payload, in a type that is computed as another one."""
     bits = np.arange(0x7F80, 0x7F80 + 40 * 36, dtype=np.uint16).reshape(40, 36)

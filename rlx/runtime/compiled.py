@@ -193,8 +193,7 @@ class CompiledGraph(Shown):
     def run_raw(self, inputs: Mapping[str, np.ndarray]) -> list[tuple[int, int]]:
         """Run once. Returns (address, element count) per output, in place. The bytes are valid until the next run."""
         arrays = self._given(inputs)
-        self._drain()
-        with self._lock, self._gate:
+        with self._alone():
             self._run(arrays)
             return self._raw()
 
@@ -415,8 +414,7 @@ class CompiledGraph(Shown):
         with self._beginning:
             feed = self._feed_of(handle, output_index)
             arrays = by_name("input", inputs, self._inputs, self._executable.adopt)
-        self._drain()
-        with self._lock, self._gate:
+        with self._alone():
             self._run(arrays)
             self._executable.copy(*feed)
             return self._read([output_index])[0]

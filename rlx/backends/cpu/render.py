@@ -58,19 +58,18 @@ def axes(kernel: Kernel, target: Target) -> dict[str, tuple[int, ...]]:
     """The tuning parameters of the kernel's code: name -> values, the default first. None of them changes a result."""
     kernel = in_fewer(kernel)
     first: Any = next(iter(kernel.body), None)
-    if module := _module(first):
-        return (tiles if module is contract else module).axes(kernel, first, target)
-    if isinstance(first, Native):
-        return {}
+    module = _module(first, tiles)
+    if module or isinstance(first, Native):
+        return module.axes(kernel, first, target) if module else {}
     default = task_count(Space.of(kernel).weight_ns(target), target.threads)
     others = [n for n in other_tasks(target.threads) if n != default]
     return {"tasks": (default, *others)} if others and 0 not in Space.of(kernel).extents else {}
 
 
-def _module(first: Stmt | None) -> Any:
-    """The module that renders a kernel which is this statement; None: loops, or a claimed op without code."""
+def _module(first: Stmt | None, plain: Any = contract) -> Any:
+    """The module for a kernel of this statement, `plain` for products of floats; None: loops, or a claimed op without code."""
     if isinstance(first, Contract):
-        return quant if isinstance(first.b, Operand) and first.b.blocks else contract
+        return quant if isinstance(first.b, Operand) and first.b.blocks else plain
     return NATIVES.get(first.op) if isinstance(first, Native) else None
 
 

@@ -37,6 +37,7 @@ MOST_LANES = 32  # of one whose results stay in cache: larger ones of bytes take
 TILES, RUN = 32, 4  # most tiles in a block, and side by side: lines of few rows are read in turn
 PART = 4 * LINE  # bytes of each row that are prefetched together
 ROWS, STREAMED_ROWS = 64, 32  # prefetched rows that are read in turn; where the results are written past the caches
+FAR_BYTES = 16 << 20  # so many come from memory: parts of rows in vectors below a line are then prefetched several times
 STRIP, MOST_STRIP, LEAST_STRIPS = 2 * LINE, 4, 8  # bytes of each row that a strip reads; most tiles in its height; in a row
 READ_AHEAD, WRITTEN_AHEAD = 4, 2  # tiles from one of a strip to that whose lines are prefetched
 Rest = Callable[[Scope, tuple[V, V] | None], None]  # (scope, bounds): emits the last dimension, or its part in bounds
@@ -132,6 +133,8 @@ def crossing(
     waits = waits and x.rows * itemsize >= LEAST_STRIPS * STRIP and not (streamed and x.whole_lines)
     if waits and fetches_ahead(target.features):
         return replace(x, part=min(MOST_STRIP, STRIP // (lanes * itemsize)), run=1, strips=True)
+    if lanes < whole and 2 * s.buffer.size * itemsize >= FAR_BYTES and not fetches_ahead(target.features):
+        return replace(x, part=2, run=1)
     return replace(x, part=part, run=max(2, (STREAMED_ROWS if streamed else ROWS) // lanes, TILES // x.tiles))
 
 
