@@ -166,12 +166,6 @@ class Places:
         return tuple(moved[s][1] if d != 1 else 1 for d, s in zip(own, plain))
 
 
-def one_stride(layout: Layout, dims: tuple[int, ...], axes: tuple[int, ...]) -> bool:
-    """True if the elements along these axes, in row-major order, are one stride apart."""
-    real = [a for a in axes if dims[a] != 1]
-    return all(layout.strides[high] == layout.strides[low] * dims[low] for high, low in zip(real, real[1:]))
-
-
 def _under_views(values: Iterable[Value]) -> set[Value]:
     """The values, and the values of which they are views."""
     out: set[Value] = set()

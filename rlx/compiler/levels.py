@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 
 from rlx.compiler.compilation import Compilation
-from rlx.compiler.layout import Places, one_stride
+from rlx.compiler.layout import Places
 from rlx.compiler.packing import contraction, is_matrix
 from rlx.ir.graph import Graph, NewNode, Node, Value, keep
+from rlx.ir.layout import one_stride
 from rlx.ir.op import OPS, Kind
 from rlx.ir.ops import copy, pad, reshape, transpose
 from rlx.ir.ops.view import transposed_axes

@@ -17,14 +17,13 @@ import numpy as np
 from rlx.compiler.element import ZERO, KernelBuilder, aligned, collapsed, split
 from rlx.compiler.facts import Facts, Part
 from rlx.compiler.groups import Group
-from rlx.compiler.layout import one_stride
 from rlx.compiler.operands import is_expensive, row_axes
 from rlx.compiler.packing import contraction, is_matrix, reduction
 from rlx.ir import kernel as K
 from rlx.ir.dtype import f32, index_
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import k
-from rlx.ir.layout import Layout, TiledLayout
+from rlx.ir.layout import Layout, TiledLayout, one_stride
 from rlx.ir.op import Kind
 from rlx.ir.program import Region
 from rlx.ir.shape import Shape, contiguous_strides

@@ -9,9 +9,10 @@ from dataclasses import replace
 from itertools import groupby
 
 from rlx.compiler.compilation import Compilation
-from rlx.compiler.layout import Places, one_stride
+from rlx.compiler.layout import Places
 from rlx.compiler.packing import reduction
 from rlx.ir.graph import Graph, Node, Value, apply, keep
+from rlx.ir.layout import one_stride
 from rlx.ir.op import OPS, Kind
 from rlx.ir.target import Target
 

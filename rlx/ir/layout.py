@@ -21,6 +21,12 @@ class Layout:
     offset: int = 0
 
 
+def one_stride(layout: Layout, dims: tuple[int, ...], axes: tuple[int, ...]) -> bool:
+    """True if the elements along these axes, in row-major order, are one stride apart."""
+    real = [a for a in axes if dims[a] != 1]
+    return all(layout.strides[high] == layout.strides[low] * dims[low] for high, low in zip(real, real[1:]))
+
+
 @record
 class TiledLayout:
     """A tiled layout. `shape`: the dims of the tensor. `parts`: memory dims, outermost first, as (axis, step): the axis in steps

@@ -228,8 +228,9 @@ class _Kernels:
 
 def with_natives(target: Target) -> Target:
     """`target` (any CPU, not only this one) with the claimed ops of this backend."""
-    splits = {"attention": partial(_Kernels("attention", "split"), threads=target.threads)}
+    splits: dict[str, Any] = {"attention": partial(_Kernels("attention", "split"), threads=target.threads)}
     splits["dequant_matmul"] = partial(_Kernels("quant", "split"), target=target)
+    splits |= dict.fromkeys(("matmul", "flatten_matmul", "int8_matmul"), _Kernels("thin", "split"))
     packs = {"conv": _Kernels("grouped", "packs")}
     packs |= dict.fromkeys(("dequant_matmul", "segment_matmul"), _Kernels("quant", "packs"))
     computes = partial(_Kernels("computed", "computes"), target)

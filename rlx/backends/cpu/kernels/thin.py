@@ -1,0 +1,84 @@
+"""Products with few columns, one row or a depth of 1, whose tiles would leave most lanes of their vectors empty or multiply once.
+
+They are sums of products element by element where both operands are read along the depth, and else, where rows of the left
+operand are adjacent, the transposed product: its columns are these rows.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from rlx.ir.graph import HANDLE, INPUT, Node, Value
+from rlx.ir.layout import Layout, one_stride
+from rlx.ir.op import Contraction, Kind
+from rlx.ir.ops import copy, sum
+from rlx.ir.shape import contiguous_strides
+
+FEW, LONG = 4, 64  # columns for each of which rows are read again, if these are single runs of so many elements
+NARROW, WIDE = 8, 64  # at most columns, at least rows of a product that is transposed
+
+
+def split(node: Node) -> Value | None:
+    """The product in other ops where these are faster; None: its own kernel is."""
+    a, b = node.inputs
+    c: Contraction = node.op.contract(node.attrs, a.shape, b.shape)  # type: ignore[misc]
+    rows, columns, depth = _size(a, c.a_rows), _size(b, c.b_columns), _size(a, c.a_sum)
+    few = columns == 1 or (columns <= FEW and depth >= LONG and _in_line(a, c.a_sum))
+    if depth == 1 or (few and adjacent(a, c.a_sum)):
+        return _by_element(node, c)
+    if columns <= NARROW and rows >= WIDE and adjacent(a, c.a_rows) and _in_line(a, c.a_sum):
+        return _transposed(node, c)
+    given = seen(b)[0].node.op in (INPUT, HANDLE)  # weights are packed
+    return _by_element(node, c) if rows == 1 and given and adjacent(b, c.b_sum) else None
+
+
+def _by_element(node: Node, c: Contraction) -> Value:
+    """The sum of a[batch, rows, 1, depth] * b[batch, 1, columns, depth]."""
+    (a, b), out = node.inputs, node.shapes[0]
+    rows, columns, depth = (tuple(v.dims[i] for i in axes) for v, axes in ((a, c.a_rows), (b, c.b_columns), (a, c.a_sum)))
+    last = tuple(range(-len(depth), 0))
+    left = _ordered(a, c.a_batch, c.a_rows + c.a_sum, (*rows, *[1] * len(columns), *depth))
+    right = _ordered(b, c.b_batch, c.b_columns + c.b_sum, (*[1] * len(rows), *columns, *depth))
+    right = right if adjacent(right, last) else copy(right)  # type: ignore[assignment]
+    made = sum(left.astype(out.dtype.compute) * right.astype(out.dtype.compute), axis=last)
+    return made.reshape(out.dims).astype(out.dtype)  # type: ignore[union-attr]
+
+
+def _transposed(node: Node, c: Contraction) -> Value | None:
+    """b[columns, depth] @ a[depth, rows], transposed. Rows without a common stride with the last ones are a batch dim."""
+    (a, b), out = node.inputs, node.shapes[0]
+    apart = next(n for n in range(len(c.a_rows) + 1) if _in_line(a, c.a_rows[n:]))
+    lead, last = c.a_rows[:apart], c.a_rows[apart:]
+    if _size(a, last) < WIDE or not a.dtype == b.dtype == out.dtype or not out.dtype.is_float:
+        return None
+    left = _ordered(b, c.b_batch, c.b_columns + c.b_sum, (*[1] * apart, _size(b, c.b_columns), -1))
+    right = _ordered(a, c.a_batch, lead + c.a_sum + last, (*(a.dims[i] for i in lead), -1, _size(a, last)))
+    return (left @ right).swapaxes(-1, -2).reshape(out.dims)
+
+
+def _ordered(x: Value, batch: tuple[int, ...], others: tuple[int, ...], dims: tuple[object, ...]) -> Value:
+    """`x` with these axes in this order; `dims`: of those behind `batch`, then."""
+    return x.transpose(*(a for a in batch if a >= 0), *others).reshape((*(x.dims[a] if a >= 0 else 1 for a in batch), *dims))
+
+
+def _size(x: Value, axes: tuple[int, ...]) -> int:
+    return prod(x.shape.static[axis] for axis in axes)
+
+
+def seen(x: Value) -> tuple[Value, Layout]:
+    """The value that `x` is a view of if strides express all views, and where the elements of `x` lie in it."""
+    if x.node.op.kind is Kind.VIEW and x.node.op.strided is not None and len(x.node.shapes) == 1:
+        base, layout = seen(source := x.node.inputs[0])
+        if (found := x.node.op.strided(x.node.attrs, source.shape.static, x.shape.static, layout)) is not None:
+            return base, found
+    return x, Layout(contiguous_strides(x.shape.static))
+
+
+def adjacent(x: Value, axes: tuple[int, ...]) -> bool:
+    """True if elements along the last of these axes are adjacent."""
+    real = [axis for axis in axes if x.dims[axis] != 1]
+    return not real or seen(x)[1].strides[real[-1]] == 1
+
+
+def _in_line(x: Value, axes: tuple[int, ...]) -> bool:
+    return one_stride(seen(x)[1], x.shape.static, axes)
