@@ -261,7 +261,8 @@ def graph_of(shape: Grouped, dtypes: tuple[DType, DType], epilogue: Callable[[rl
 def run_grouped(g: rlx.Graph, target: Target) -> tuple[np.ndarray, np.ndarray]:
     """(the result behind unreadable pages, the reference), where the only step is the kernel of the whole convolution."""
     given = {v.node.name: plain.numbers(v.shape.static, v.dtype, n) for n, v in enumerate((*g.inputs, *g.params))}
-    found = lower(g, with_natives(replace(target, channels_last=False)), rlx.CompileOptions())  # the graph as it is
+    as_it_is = replace(with_natives(replace(target, channels_last=False)), splits={})
+    found = lower(g, as_it_is, rlx.CompileOptions())
     (step,) = found.steps
     (native,) = step.kernel.body
     assert isinstance(native, Native) and native.op == "conv", f"not claimed: {step.kernel}"
@@ -302,6 +303,12 @@ def test_groups_of_channels_of_every_dtype(shape: Grouped, dtypes: tuple[DType, 
 def test_groups_of_channels_in_other_strides() -> None:
     got, want = run_grouped(graph_of(GROUPED[2], (f32, f32), six, turned=True), TARGETS["host"])
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
+
+
+def test_groups_of_channels_that_lie_first_are_copied_once() -> None:
+    """Where the graph has them first, so that the kernel loads vectors of channels."""
+    found = lower(graph_of(GROUPED[2], (f32, f32), six, turned=True), with_natives(TARGETS["host"]), rlx.CompileOptions())
+    assert [step.kernel.name for step in found.steps] == ["copy", "conv_maximum_minimum"]
 
 
 def test_a_residual_is_added_to_groups_of_channels() -> None:

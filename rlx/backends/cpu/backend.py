@@ -230,6 +230,7 @@ def with_natives(target: Target) -> Target:
     """`target` (any CPU, not only this one) with the claimed ops of this backend."""
     splits: dict[str, Any] = {"attention": partial(_Kernels("attention", "split"), threads=target.threads)}
     splits["dequant_matmul"] = partial(_Kernels("quant", "split"), target=target)
+    splits["conv"] = _Kernels("grouped", "split")
     splits |= dict.fromkeys(("matmul", "flatten_matmul", "int8_matmul"), _Kernels("thin", "split"))
     packs = {"conv": _Kernels("grouped", "packs")}
     packs |= dict.fromkeys(("dequant_matmul", "segment_matmul"), _Kernels("quant", "packs"))

@@ -16,6 +16,7 @@ from math import prod
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels.module import SCRATCH, TASK, Module, divided, outside, share, step
 from rlx.backends.cpu.kernels.product import emit_epilogue
+from rlx.backends.cpu.kernels.thin import adjacent
 from rlx.backends.cpu.kernels.tile import Layout, lane_mask, load_line
 from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, GRAIN, distinct, other_tasks, registers_of, tasks_of
 from rlx.backends.cpu.loops import emit_statements, hoist, weight
@@ -23,7 +24,7 @@ from rlx.backends.cpu.scope import Scope
 from rlx.host.emit import Emitter, V, stored, vector
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import Kernel, Native, Store, Var, View, linear
-from rlx.ir.ops import pack
+from rlx.ir.ops import conv, copy, pack
 from rlx.ir.ops.conv import ConvAttrs
 from rlx.ir.target import Target
 from rlx.records import record
@@ -51,6 +52,12 @@ def claim(node: Node) -> str | None:
     if edges * MOST_ACROSS * wide * channels > MOST_PRODUCTS:
         return f"the direct kernel unrolls a row of the window, and {wide} elements of {channels} channels are too many"
     return None
+
+
+def split(node: Node) -> Value | None:
+    """The convolution of a copy with channels last, if x is a view without: lanes would be gathered for each row of a window."""
+    x, *others = node.inputs
+    return None if adjacent(x, (x.rank - 1,)) else conv(copy(x), *others, **vars(node.attrs))  # type: ignore[return-value]
 
 
 def packs(node: Node, *_: object) -> Value:
