@@ -13,17 +13,20 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip i
 from test_cuda import on_gpu
 
 import rlx
+from rlx.backends.cuda import turned as turning
 from rlx.backends.cuda.backend import target
 from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.fma import FmaLaunch
 from rlx.backends.cuda.gemv import GemvLaunch
 from rlx.backends.cuda.gemv_ring import RingLaunch
 from rlx.backends.cuda.tensor import TensorLaunch
+from rlx.backends.cuda.transpose import TileLaunch
 from rlx.backends.cuda.warps import WarpLaunch
 from rlx.compiler import lower
 from rlx.ir.kernel import Contract, Kernel
 from rlx.ir.kernel_parse import parse_kernel
 from rlx.ir.kernel_text import print_kernel
+from rlx.ir.program import Program
 
 E4M3, E5M2 = "f8e4m3", "f8e5m2"
 TF32 = rlx.CompileOptions(precision="tf32")
@@ -97,6 +100,27 @@ def test_threads_make_tiles_of_weights_that_bulk_copies_bring():
     odd = launch_of(kernel(matmul(512, 1001, 512, "f32", "f32", turned=(False, False)), "sm_90a", TF32))
     assert isinstance(odd, TensorLaunch) and odd.sides[1].raw and not odd.sides[0].tensor
     assert type(launch_of(kernel(matmul(512, 1001, 512, "bf16", E4M3), "sm_90a"))) is WarpLaunch
+
+
+def test_right_operands_are_turned_where_that_saves_time():
+    """Where many rows read one: in each run, or before the first if it is known then. The copy has a place in the arena."""
+
+    def lowered(m: int, param: bool, dtype: str = "f32", depth: int = 4096) -> Program:
+        g = rlx.Graph("product")
+        w = (g.param if param else g.input)("w", (depth, 4096), dtype)
+        g.set_outputs([g.input("x", (m, depth), dtype) @ w])
+        return lower(g, target("sm_90a"), TF32)
+
+    for dtype in ("f32", E4M3):
+        given, known, few = lowered(4096, False, dtype), lowered(4096, True, dtype), lowered(32, False, dtype)
+        assert (len(given.steps), len(known.prepare), len(known.steps), len(few.steps)) == (2, 1, 1, 1)
+        assert given.plan.size_bytes - known.plan.size_bytes >= 4096 * 4096 * rlx.as_dtype(dtype).itemsize
+        for program in (given, known):
+            last = launch_of(program.steps[-1].kernel)
+            assert isinstance(last, TensorLaunch) and last.copying == 1 and not last.by_threads
+        assert isinstance(launch_of(given.steps[0].kernel), TileLaunch)
+    assert not lowered(4096, True, "bf16").prepare  # whose tensor cores take both
+    assert len(lowered(1024, True, "f32", 4095).prepare) == 0  # neither order has rows that bulk copies take
 
 
 def test_f32_is_rounded_only_where_it_is_asked_for():
@@ -202,6 +226,24 @@ def test_rounded_f32_is_within_its_bound():
     """Both operands of a product are off by 2^-11 at most."""
     for shape, turned in CASES:
         assert error(*shape, "f32", "f32", turned) < 2.0**-10
+
+
+@on_gpu
+@pytest.mark.parametrize("dtypes", [(E4M3, E5M2), ("f32", "f32"), ("u8", "i8"), ("bf16", "bf16")], ids=" ".join)
+def test_turned_operands_give_the_same(monkeypatch, dtypes):
+    """Where it saves nothing, too, and of several matrices."""
+    monkeypatch.setenv("RLX_CACHE", "0")
+    monkeypatch.setattr(turning, "MANY", 0)
+    for (m, depth, n), across in CASES:
+        assert error(m, depth, n, *dtypes, (across[0], False)) < (2.0**-8 if dtypes[0] == "bf16" else 2.0**-10)
+    rng, g = np.random.default_rng(0), rlx.Graph("several")
+    x, w = g.input("x", (3, 40, 80), dtypes[0]), g.input("w", (3, 80, 47), dtypes[1])
+    g.set_outputs([rlx.int8_matmul(x, w) if dtypes[0] == "u8" else (x @ w).astype("f32")])
+    given = {v.node.name: drawn(rng, v.shape.static, v.dtype.name) for v in g.inputs}
+    compiled = rlx.Session("cuda").compile(g, TF32)
+    wide = [a.astype(np.float64) for a in given.values()]
+    np.testing.assert_allclose(compiled.run(given)[0], wide[0] @ wide[1], rtol=0.01, atol=0.1)
+    assert len(compiled._executable.program.steps) == 2
 
 
 @on_gpu

@@ -395,7 +395,7 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
         a = replace(plain, offset=k.add(plain.offset, plain.place(first, ZERO)))
     walked = [*zip(points, facts.b_batch), *([(point, 0)] if count is not None else [])]
     if right in b.places.tiles:
-        other = _packed(b, anchor, None if count is None else point)
+        other = _packed(b, anchor, walked)
     elif 1 in b.group.operands:
         row = K.Var("r")
         inner = split(row, [right.shape.static[axis] for axis in facts.b_sum])
@@ -426,15 +426,17 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     return tuple(grid.grid), (contract,)
 
 
-def _packed(b: KernelBuilder, anchor: Node, group: K.Var | None) -> K.Operand:
-    """The packed right operand: panels of numbers or of quantised blocks, of each group's matrix or of one for all."""
+def _packed(b: KernelBuilder, anchor: Node, walked: list[tuple[K.Expr, int]]) -> K.Operand:
+    """The packed right operand: panels of numbers or of quantised blocks, also of each group; or axes in another order."""
     right, facts = anchor.inputs[1], contraction(anchor)
     tiles = b.places.tiles[right]
-    start = ZERO if group is None else k.mul(group, tiles.strides[0])
-    other = K.Operand(b.buffer(b.places.base(right)), start)
+    apart = {axis: (tiles.shape[axis] > 1) * stride for (axis, _), stride in reversed([*zip(tiles.parts, tiles.strides)])}
+    other = K.Operand(b.buffer(b.places.base(right)), K.linear([(v, apart[axis]) for v, axis in walked if axis >= 0]))
     if form := getattr(anchor.attrs, "format", ""):
         return replace(other, blocks=form, exact=anchor.attrs.exact)  # type: ignore[union-attr]
-    (columns, panel), (summed, interleaved) = tiles.parts[:2] if group is None else tiles.parts[1:3]
+    if all(step == 1 for _, step in tiles.parts):
+        return replace(other, row_stride=apart[facts.b_sum[0]], col_stride=apart[facts.b_columns[0]])
+    (columns, panel), (summed, interleaved) = tiles.parts[:2] if facts.group < 0 else tiles.parts[1:3]
     assert ((columns,), (summed,)) == (facts.b_columns, facts.b_sum), f"{tiles} are no panels of columns"
     return replace(other, panel=panel, group=interleaved)
 

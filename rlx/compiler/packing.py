@@ -54,8 +54,7 @@ def _packed(node: Node, graph: Graph, compilation: Compilation) -> Value | None:
     columns, group = target.panel(dtypes, right.shape.static[1] if len(facts.a_sum) > 1 else 0)
     if not columns or not compilation.is_static(right.node) or not (is_matrix(facts) or facts.group >= 0):
         return None
-    layout = panels(columns, group) if facts.group < 0 else group_panels(columns, group)
-    return pack(right, layout=layout)  # type: ignore[return-value]
+    return pack(right, layout=(panels if facts.group < 0 else group_panels)(columns, group))  # type: ignore[return-value]
 
 
 def is_matrix(facts: Contraction) -> bool:

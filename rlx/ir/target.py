@@ -57,8 +57,8 @@ class Target:
 
     `dtypes`: names of the supported dtypes. `natives`: op name -> claim(node), which returns None if the backend has a kernel for
     the whole node, else the reason why not; other ops are decomposed or lowered to loops.
-    `packs`: op name -> pack(node, its graph, options): the second operand of a contraction or of a claimed node, known before
-    runs, in the form that its kernel reads; None: as `panel` says.
+    `packs`: op name -> pack(node, its graph, options): the second operand of a contraction or of a claimed node in the form that
+    its kernel reads; each run makes it, unless the operand is known before. None: as `panel` says.
     `splits`: op name -> split(node): a node, claimed if the op can be, as smaller ops with more parallelism or
     less traffic; or None.
     `followed`: claimed ops whose kernel supports an epilogue (pointwise ops on its result; products: on finished rows too);
