@@ -78,7 +78,7 @@ CASES: dict[str, Build] = {
     "gather": picked(9, 33, 20),
     "both sides": both_sides((), 33, 21, 50),
     "both sides of a batch": both_sides((2, 3), 6, 5, 17),
-    "one column": both_sides((2,), 4, 9, 1),
+    "two columns": both_sides((2,), 4, 9, 2),
     "broadcast": broadcast,
     "followed": followed,
     "reshaped": lambda g: rlx.rms_norm(g.input("x", (3, 4, 20), "f32")).reshape((12, 20)) @ g.param("w", (20, 30), "f32"),
