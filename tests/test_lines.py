@@ -313,3 +313,23 @@ def test_rows_are_sorted_by_every_schedule(dtype: str) -> None:
     c._executable.poison()  # type: ignore[attr-defined]
     for found, want in zip(c.run(inputs), evaluate(g, inputs)[0], strict=True):
         assert found.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("mode", ["add", "replace", "max"])
+def test_rows_scattered_to_rows_are_looked_up_once_for_many_columns(mode: str) -> None:
+    """Numbers of columns with a divisor that suits, with none, and too few; what is scattered is small whole numbers."""
+    g, inputs = rlx.Graph("rows"), {}
+    outputs: list[rlx.Value] = []
+    for n, (rows, columns, count) in enumerate([(70, 96, 90), (900, 37, 60), (4, 33, 1), (6, 7, 20)]):
+        x, u = (RNG.integers(-9, 9, (2, r, columns)).astype(np.float32) for r in (rows, count))
+        inputs |= {f"x{n}": x, f"u{n}": u, f"at{n}": RNG.integers(0, rows, (1, count, 1))}
+        a, at, b = (g.input(name, inputs[name].shape, inputs[name].dtype) for name in (f"x{n}", f"at{n}", f"u{n}"))
+        outputs.append(rlx.scatter_elements(a, rlx.broadcast_to(at, dims=u.shape), b, axis=1, mode=mode))
+    g.set_outputs(outputs)
+    for threads in (1, 3):
+        c = rlx.Session().compile(g, rlx.CompileOptions(threads=threads))
+        c._executable.poison()  # type: ignore[attr-defined]
+        for found, want in zip(c.run(inputs), evaluate(g, inputs)[0], strict=True):
+            np.testing.assert_array_equal(found, want)
+    with pytest.raises(rlx.errors.IndexRangeError):
+        c.run(inputs | {"at1": inputs["at1"] + 900})

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from rlx.backends.cpu.schedule_lines import along_lines
+from rlx.backends.cpu.schedule_lines import along_lines, columns_together
 from rlx.backends.cpu.sorting import sorts
 from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import in_f64, long_sums
@@ -27,7 +27,7 @@ ROWS_AT_ONCE = 4  # rows from as many parts of the axis, each part read in order
 
 def schedule(kernel: Kernel, target: Target) -> Kernel:
     """The kernel in the order in which a CPU runs it."""
-    return in_loops(sorts(along_lines(long_sums(column_walks(kernel, target.run_columns)), target)))
+    return in_loops(sorts(columns_together(along_lines(long_sums(column_walks(kernel, target.run_columns)), target), target)))
 
 
 def column_walks(kernel: Kernel, most: int) -> Kernel:

@@ -15,7 +15,10 @@ from rlx.backends.shared.lines import better, is_nan
 from rlx.backends.shared.nest import substitute
 from rlx.host.processor import fetches_ahead
 from rlx.ir.dtype import i32, index_
-from rlx.ir.kernel import EXTREMES, Carry, Expr, Kernel, Load, Local, Loop, Reduce, Stmt, Store, Var, const, k
+
+from rlx.ir.kernel import (  # isort: skip
+    EXTREMES, Carry, Check, Expr, Kernel, Let, Load, Local, Loop, Reduce, Stmt, Store, Var, coefficient, const, k, walk,
+)  # fmt: skip
 from rlx.ir.target import Target
 
 ROWS_OF_BLOCK = 4  # vectors of which the best is found before it is compared with the best so far
@@ -24,6 +27,7 @@ LONG_COLUMN = 64  # elements from which it pays to search the best block of a co
 LANES = 16  # shorter loops are not vectorized
 COLUMNS = range(512, 4097)  # columns scanned together; reading shorter parts of memory pages is slow
 SHORTEST_RUN = 128  # of columns, where more than two threads make good for such short parts
+LOCALS, MOST_LOCALS = 256 << 10, 4 << 20  # bytes of the Locals of columns together: wanted, and if their number has no divisor
 ROWS_AT_ONCE = 4  # see _rows_at_once
 
 
@@ -45,6 +49,57 @@ def along_lines(kernel: Kernel, target: Target) -> Kernel:
         return _best_of_columns(kernel, loop, loop.reduces[0], target)
     lanes = min(LANES, target.vector_bytes // max(4, loop.reduces[0].value.dtype.itemsize))  # positions are i32
     return kernel if down or loop.extent < 2 * LANES else _best_of_blocks(kernel, loop, loop.reduces[0], lanes, target.threads)
+
+
+def columns_together(kernel: Kernel, target: Target) -> Kernel:
+    """Loops over each of many adjacent columns, in Locals, run over a few columns at a time, row by row. Rows that are looked up,
+    as by a scatter, are the same for all columns."""
+    if not kernel.grid or not kernel.locals or any(x.var is kernel.grid[-1][0] for x in kernel.limits):
+        return kernel
+    *grid, (column, lines) = kernel.grid
+    loops = [s for s in kernel.body if isinstance(s, Loop) and not s.reduces and not s.carries]
+    inside = [s for loop in loops for s in loop.body]
+    plain = len(loops) == len(kernel.body) and all(isinstance(s, Store | Check) for s in inside)
+    if not plain or sum(contiguity(loop, column) for loop in loops) <= 0 or not _same_rows(inside, column):
+        return kernel
+    share, run = math.prod(n for _, n in kernel.grid) // target.threads, Var("run")
+    nbytes = sum(x.size * x.dtype.itemsize for x in kernel.locals)
+    widths = [lines // n for n in range(1, lines // LANES + 1) if lines % n == 0]
+    fitting = [n for n in widths if n <= share and n * nbytes <= LOCALS]
+    width = max(fitting) if fitting else min(widths, default=0)
+    if not width or width * nbytes > MOST_LOCALS:
+        return kernel
+    wide = {x: Local(x.name, x.dtype, x.size * width) for x in kernel.locals}
+
+    def of_columns(s: Store) -> tuple[Stmt, ...]:
+        """The store for each column of the run. A row that is looked up is looked up once."""
+        here, rows, memo = Var("c"), dict[int, tuple[Var, Expr]](), dict[int, Expr]()
+        to = {column: k.add(k.mul(run, const(width)), here)}
+        for x in (s, *walk(s)):
+            if isinstance(x, Load | Store) and x.buffer in wide:
+                row, _ = rows.setdefault(id(x.index), (Var("row"), x.index))
+                at = k.add(k.mul(row, const(width)), here)
+                guard = None if x.guard is None else substitute(x.guard, to)
+                if isinstance(x, Load):
+                    memo[id(x)] = Load(wide[x.buffer], at, guard)
+        value, guard = substitute((s.value, s.guard), to, memo)
+        found = Store(s.buffer, substitute(s.index, to, memo), value, guard)
+        if s.buffer in wide:
+            found = replace(found, buffer=wide[s.buffer], index=k.add(k.mul(rows[id(s.index)][0], const(width)), here))
+        return *(Let(*x) for x in rows.values()), Loop(here, width, (found,), vector=True)
+
+    def each(loop: Loop) -> Loop:
+        parts = [of_columns(s) if isinstance(s, Store) else (s,) for s in loop.body]
+        return replace(loop, body=tuple(s for part in parts for s in part))
+
+    body = tuple(each(loop) for loop in loops)
+    return replace(kernel, locals=tuple(wide.values()), grid=(*grid, (run, lines // width)), body=body)
+
+
+def _same_rows(body: Sequence[Stmt], column: Var) -> bool:
+    """Whether all columns check the same, and access the same rows of Locals."""
+    rows = [x.index for x in walk(tuple(body)) if isinstance(x, Load | Store) and isinstance(x.buffer, Local)]
+    return all(coefficient(e, column) == 0 for e in (*rows, *(s.ok for s in body if isinstance(s, Check))))
 
 
 def _totals_of_columns(kernel: Kernel, loop: Loop, target: Target) -> Kernel:
