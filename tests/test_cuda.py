@@ -315,6 +315,14 @@ def test_long_rows_are_divided():
     assert len(counts(lambda g: rlx.top_k(g.input("x", (64, 1000), "f32"), k=5)[0])) == 1
 
 
+def test_few_numbers_of_a_long_sum_are_f64():
+    """A multiprocessor converts 16 in a clock: a thread adds some in f32 first."""
+    for axis in ((0,), (1,)):
+        kernel = one(lambda g: rlx.sum(g.input("x", (20_000, 20_000), "bf16"), axis=axis))  # noqa: B023
+        text = text_of(launch_of(kernel, "sm_90a"), "kernel")
+        assert text.count("double p0 = ") == 1 and "s0 += x0;" in text and "(double)x0" not in text and cubin(text, "sm_90a")
+
+
 PARTED = {  # build, dims, parts, whether they wait for each other
     "a running total": (lambda x: rlx.cumsum(x, axis=1), (3, 100_003), 25, False),
     "of columns": (lambda x: rlx.cumsum(x, axis=0, reverse=True), (65_536, 1024), 128, False),

@@ -1,4 +1,4 @@
-"""Renders a launched kernel as CUDA C++."""
+"""Renders a launched kernel as CUDA C++. It has over 500 lines: the statements of teams and of single threads share one state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def may_fail(kernel: Kernel) -> bool:
 
 class Partial(NamedTuple):
     """The running result of a reduction in one thread: its C++ type and first value, and texts that combine two of them, add a
-    value and its iteration, and get the result."""
+    value and its iteration, and get the result. `near`: the f32 that a few numbers are added in before they are converted."""
 
     name: str
     type: str
@@ -42,6 +42,7 @@ class Partial(NamedTuple):
     combine: Callable[[str, str], str]
     add: Callable[[str, str], str]
     result: Callable[[str], str]
+    near: str = ""
 
 
 class CudaWriter(Writer):
@@ -402,29 +403,30 @@ class CudaWriter(Writer):
             for p, value in zip(parts, values):
                 self.line(f"{p.name}_of[v] = {value};" if searched else p.add(value, self.names[s.var]))
 
-        size = 1 if s.var in self.limits or self.down else width(s.body, ends, s.var, s.extent)
-        while size > 1 and s.extent < size * team:
+        size = self.row.size if self.row else 1 if s.var in self.limits or self.down else width(s.body, ends, s.var, s.extent)
+        while size > 1 and not self.row and s.extent < size * team:
             size //= 2
         simple = size > 1 and not self.row and all(isinstance(x, Let) for x in s.body)
         searched = simple and bool(s.reduces) and all(r.op in EXTREMES for r in s.reduces)
-        start = ""
+        start, near = "", [p for p in parts if p.near]
         if at.adjacent:
             start, end = f"part * {at.part} + ", f"(rlx_index)(part + 1) * {at.part}"
             extent = f"({end} < {extent} ? {end} : {extent})"
+        first = f"{i}_0" if size > 1 or self.row else i
+
+        def turn() -> None:
+            if size == 1 and not self.row:
+                return combine(self.block(s.body, ends))
+            for r, p in zip(s.reduces, parts * searched):
+                self.line(f"{self.type(r.value.dtype)} {p.name}_of[{size}];")
+            self.in_vectors(s.body, ends, s.var, size, first, combine)
+            for p in parts * searched:
+                self.line(p.add(f"{p.name}_of", first))
+
         if row := self.row:
-            self.part_of_row(s, row, f"{i}_0", lambda: self.in_vectors(s.body, ends, s.var, row.size, f"{i}_0", combine))
-        elif size > 1:
-            head = self.head(s, f"for (rlx_index {i}_0 = {start}me * {size}; {i}_0 < {extent}; {i}_0 += {team * size}) {{", size)
-            with self.scope(head), self.alone():
-                for r, p in zip(s.reduces, parts * searched):
-                    self.line(f"{self.type(r.value.dtype)} {p.name}_of[{size}];")
-                self.in_vectors(s.body, ends, s.var, size, f"{i}_0", combine)
-                for p in parts * searched:
-                    self.line(p.add(f"{p.name}_of", f"{i}_0"))
+            self.sum_of_few(near, lambda: self.part_of_row(s, row, first, turn))
         else:
-            head = self.head(s, f"for (rlx_index {i} = {start}me; {i} < {extent}; {i} += {team}) {{")
-            with self.scope(head), self.alone():
-                combine(self.block(s.body, ends))
+            self.turns(s, first, f"{start}me{f' * {size}' * (size > 1)}", extent, size, near, turn)
         for r, p in zip(s.reduces, parts):
             function = f"[]({p.type} a, {p.type} b) -> {p.type} {{ return {p.combine('a', 'b')}; }}"
             text = f"rlx_reduce{self.down}<{team}>({p.name}, {function})"
@@ -434,6 +436,31 @@ class CudaWriter(Writer):
             self.names[r.result] = self.search(s, r, text, size) if searched else self.fix("r", r.result.dtype, p.result(text))
         if at.adjacent and s.reduces and self.told == at.words - 1:
             self.line("all.leave();")
+
+    def sum_of_few(self, near: Sequence[Partial], body: Callable[[], object]) -> None:
+        """f32 numbers that `body` adds are added to the sums in f64."""
+        for p in near:
+            self.line(f"float {p.near} = 0;")
+        body()
+        for p in near:
+            self.line(f"{p.name} += {p.near};")
+
+    def turns(self, s: Loop, i: str, start: str, end: str, size: int, near: list[Partial], turn: Callable[[], None]) -> None:
+        """The loop over the vectors of `size` iterations of a thread. Sums of some of them are added to those in f64."""
+        step = self.launch.team * size
+        head = self.head(s, f"for (rlx_index {i} = {i + 's' if near else start}; {i} < {end}; {i} += {step}) {{", size)
+        if near:
+            narrow = all(x.buffer.dtype.itemsize <= 2 for x in walk(s.body) if isinstance(x, Load))
+            count = max(4, UNROLLED // size) * (1 + narrow) if len(head) > 1 else 1
+            self.line(f"rlx_index {i}s = {start};")
+            with self.scope([f"for (; {i}s + {(count - 1) * step} < {end}; {i}s += {count * step}) {{"]):
+                some = ["#pragma unroll", f"for (rlx_index {i} = {i}s; {i} < {i}s + {count * step}; {i} += {step}) {{"]
+                self.sum_of_few(near, lambda: self.looped(some, turn))
+        self.looped(head, lambda: self.sum_of_few(near, turn))
+
+    def looped(self, head: Sequence[str], body: Callable[[], None]) -> None:
+        with self.scope(head), self.alone():
+            body()
 
     def search(self, s: Loop, r: Reduce, best: str, size: int) -> str:
         """The position of an extreme of which only the first iteration of its vector is known: that vector is computed again."""
@@ -475,10 +502,11 @@ class CudaWriter(Writer):
             )  # fmt: skip
         wide = f64 if r.op == "add" and dtype == f32 and count > LONG_SUM else dtype
         combine = lambda a, b: CUDA.apply(r.op, (a, b), wide, wide)  # noqa: E731
+        near = self.fresh("s") if wide != dtype else ""
         return Partial(
             name, self.type(wide), CUDA.literal(identity(r.op, wide), wide), combine,
-            lambda value, at: f"{name} = {combine(name, f'({self.type(wide)}){value}')};",
-            lambda text: f"({self.type(dtype)}){text}",
+            lambda value, at: f"{near} += {value};" if near else f"{name} = {combine(name, f'({self.type(wide)}){value}')};",
+            lambda text: f"({self.type(dtype)}){text}", near,
         )  # fmt: skip
 
 
