@@ -233,9 +233,11 @@ class TensorLaunch(Launch):
         side, t = self.sides[number], self.tiling
         if side.tensor is None or side.raw:
             return 0
-        found = side.last if of_last else side.tensor
-        whole = side.along and self.contract.also is None
-        return LINE * (found.box[1] if found and whole else (t.rows, t.columns + t.spare)[number])
+        found, size = (side.last or side.tensor) if of_last else side.tensor, (t.rows, t.columns + t.spare)[number]
+        if not side.along:
+            return LINE * size
+        boxes = size // (CHUNK // 2) if number and self.contract.also is not None else 1
+        return LINE * boxes * found.box[1]
 
     @property
     def by_threads(self) -> bool:
