@@ -36,7 +36,7 @@ from rlx.compiler.compilation import Compilation
 from rlx.compiler.legalise import legalise
 from rlx.errors import DeviceUnavailableError, IndexRangeError
 from rlx.ir.evaluate import evaluate
-from rlx.ir.kernel import Buffer, Contract, Kernel, Load, Operand, Store, Var, const, k, linear
+from rlx.ir.kernel import Buffer, Kernel, Load, Store, Var, const, k, linear
 from rlx.ir.program import Program, kernel_labels
 
 HOPPER = target("sm_90a")
@@ -128,20 +128,6 @@ def test_results_leave_by_bulk_copies_if_they_are_nothing_but_sums():
         assert other and not other.tiling.queued and "map_out" not in text_of(other, "kernel")
 
 
-def test_no_box_lies_outside_a_matrix():
-    """But for the rows that fill up one of 8: others would take a bulk copy longer than rows of the matrix."""
-    found = on_tensor_cores(product(300, 400, 1024), tiling=Tiling(128, 144))
-    assert found and [m.box for m in found.maps] == [(64, 128), (64, 48), (64, 144), (64, 112)]
-    text = text_of(found, "kernel")
-    assert "last_a ? 6144 : 16384" in text and "last_b ? 14336 : 18432" in text and cubin(text, "sm_90a")
-    few = on_tensor_cores(product(17, 4096, 4096))
-    assert few and few.maps[0].box == (64, 24) and few.copied(0) == 24 * 128
-    across = one(lambda g: g.input("x", (300, 1024), "bf16") @ g.input("y", (1024, 336), "bf16"))
-    found = on_tensor_cores(across, tiling=Tiling(128, 256))  # boxes of 64 columns: of the last tile, 80 are left
-    text = text_of(found, "kernel") if found else ""
-    assert "if (column0 + 128 < 336) rlx_load_box" in text and "min(32768, (336 - column0 + 63) / 64 * 8192)" in text
-
-
 def test_few_rows_share_the_summed_axis():
     found = on_tensor_cores(product(48, 4096, 4096))
     assert found and found.tiling.alternate and found.tiling.parts == 2 and found.blocks == 128
@@ -173,27 +159,6 @@ def test_f32_tiles_fill_the_gpu(m, n, depth):
     assert found and (found.blocks >= 90 or found.size.parts > 1)
     assert (found.shared + 1024) * (-(-found.blocks // 132) + 1) > 228 << 10  # none has two blocks where another has none
     assert plain and plain.size.parts == 1 and plain.shared <= 99 << 10 and cubin(text_of(plain, "kernel"), "sm_86")
-
-
-@pytest.mark.parametrize(
-    "rows, precision, state", [(1024, "f32", False), (1023, "f32", False), (1024, "tf32", False), (1024, "f32", True)]
-)
-def test_weights_of_many_rows_of_f32_are_stored_with_adjacent_columns(rows, precision, state):
-    """Not where programs of fewer rows, which read rows of a weight, share it: those of a state have several sizes."""
-    g = rlx.Graph("g")
-    weights = [g.param(name, (96, 128), "f32") for name in "uv"]
-    x = g.input("x", (4, rows // 4, 128), "f32") if rows % 4 == 0 else g.input("x", (rows, 128), "f32")
-    if state:
-        g.assign(total := g.handle(rlx.BufferHandle("total", (4,), rlx.f32)), total + 1)
-    g.set_outputs([x @ rlx.transpose(rlx.concat(*weights, axis=0), (1, 0))])
-    program = lower(g, HOPPER, rlx.CompileOptions(precision=precision))
-    kernel = next(s.kernel for s in program.steps if "matmul" in s.kernel.origin)
-    found, stored = launch_of(kernel, "sm_90a"), (rows, precision, state) == (1024, "f32", False)
-    c = next(s for s in found.kernel.body if isinstance(s, Contract))
-    assert isinstance(c.b, Operand) and (c.b.row_stride, c.b.col_stride) == ((192, 1) if stored else (1, 128))
-    assert isinstance(found, FmaLaunch) == (precision == "f32") and ("pack" in program.prepare[0].kernel.origin) == stored
-    text = text_of(found, "kernel")
-    assert (", 192, 1, 192, 128, true> b(" in text) == stored and cubin(text, "sm_90a")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
-"""Bulk copies of tensor-core products: a barrier waits for as many bytes as the boxes of a stage bring. One less or more, and the
-kernel never ends. The kernels' texts are read, for every tile, since no driver without a GPU runs them."""
+"""Copies of the operands of products: boxes of bulk copies, and weights that are stored so that more bytes are copied at once.
+
+A barrier waits for as many bytes as the boxes of a stage bring: one less or more, and the kernel never ends. The kernels' texts
+are read, for every tile, since no driver without a GPU runs them.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,12 @@ from test_cuda_networks import gated
 
 import rlx
 from rlx.backends.cuda.backend import target
-from rlx.backends.cuda.code import launch_of, text_of
-from rlx.backends.cuda.tensor import TensorLaunch
+from rlx.backends.cuda.code import cubin, launch_of, text_of
+from rlx.backends.cuda.fma import FmaLaunch
+from rlx.backends.cuda.tensor import TensorLaunch, Tiling, on_tensor_cores
 from rlx.compiler import lower
 from rlx.ir.dtype import as_dtype
+from rlx.ir.kernel import Contract, Kernel, Operand
 
 HOPPER = target("sm_90a")
 LOAD = re.compile(r"^\s*(?:if \((.*?)\) )?rlx_load_box\(to \+ \d+, (?:boxes_|&?map_)(\w+), full", re.M)
@@ -77,3 +82,43 @@ def test_a_barrier_waits_for_the_bytes_that_boxes_bring(kind: str) -> None:
                 assert waited == brought, (kind, m, launch.tiling)
                 seen += 1
     assert seen > 10
+
+
+def only(g: rlx.Graph) -> Kernel:
+    (step,) = lower(g, HOPPER, rlx.CompileOptions()).steps
+    return step.kernel
+
+
+def test_no_box_lies_outside_a_matrix():
+    """But for the rows that fill up one of 8: others would take a bulk copy longer than rows of the matrix."""
+    found = on_tensor_cores(only(plain(300, 400, 1024, True)), tiling=Tiling(128, 144))
+    assert found and [m.box for m in found.maps] == [(64, 128), (64, 48), (64, 144), (64, 112)]
+    text = text_of(found, "kernel")
+    assert "last_a ? 6144 : 16384" in text and "last_b ? 14336 : 18432" in text and cubin(text, "sm_90a")
+    few = on_tensor_cores(only(plain(17, 4096, 4096, True)))
+    assert few and few.maps[0].box == (64, 24) and few.copied(0) == 24 * 128
+    found = on_tensor_cores(only(plain(300, 336, 1024, False)), tiling=Tiling(128, 256))
+    text = text_of(found, "kernel") if found else ""
+    # boxes of 64 columns: of the last tile, 80 are left
+    assert "if (column0 + 128 < 336) rlx_load_box" in text and "min(32768, (336 - column0 + 63) / 64 * 8192)" in text
+
+
+@pytest.mark.parametrize(
+    "rows, precision, state", [(1024, "f32", False), (1023, "f32", False), (1024, "tf32", False), (1024, "f32", True)]
+)
+def test_weights_of_many_rows_of_f32_are_stored_with_adjacent_columns(rows, precision, state):
+    """Not where programs of fewer rows, which read rows of a weight, share it: those of a state have several sizes."""
+    g = rlx.Graph("g")
+    weights = [g.param(name, (96, 128), "f32") for name in "uv"]
+    x = g.input("x", (4, rows // 4, 128), "f32") if rows % 4 == 0 else g.input("x", (rows, 128), "f32")
+    if state:
+        g.assign(total := g.handle(rlx.BufferHandle("total", (4,), rlx.f32)), total + 1)
+    g.set_outputs([x @ rlx.transpose(rlx.concat(*weights, axis=0), (1, 0))])
+    program = lower(g, HOPPER, rlx.CompileOptions(precision=precision))
+    kernel = next(s.kernel for s in program.steps if "matmul" in s.kernel.origin)
+    found, stored = launch_of(kernel, "sm_90a"), (rows, precision, state) == (1024, "f32", False)
+    c = next(s for s in found.kernel.body if isinstance(s, Contract))
+    assert isinstance(c.b, Operand) and (c.b.row_stride, c.b.col_stride) == ((192, 1) if stored else (1, 128))
+    assert isinstance(found, FmaLaunch) == (precision == "f32") and ("pack" in program.prepare[0].kernel.origin) == stored
+    text = text_of(found, "kernel")
+    assert (", 192, 1, 192, 128, true> b(" in text) == stored and cubin(text, "sm_90a")
