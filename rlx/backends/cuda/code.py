@@ -106,7 +106,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
     other = packed or on_warps(kernel, capability=capability)
     if found := other or by_fma(kernel, clusters=capability >= 90, most=most):
         return found
-    loops = sorted_rows(kernel, most) or scattered(kernel)
+    loops = sorted_rows(kernel, most, multiprocessors) or scattered(kernel)
     return tiled(kernel) if has_tiles(kernel) else loops or in_tiles(launch(kernel, clusters=capability >= 90))
 
 

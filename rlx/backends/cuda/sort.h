@@ -85,14 +85,19 @@ template <int E, class K> RLX_FN void rlx_strides(K (&k)[E], int from) {
 }
 RLX_FN int rlx_spread(int i) { return i + i / 8; } /* no two lanes of a chunk are in the same bank */
 
-/* The keys of value(i) for i < N, sorted, in `keys`, at rlx_spread of their places. Shared memory has room for whole chunks. */
-template <int T, int E, int N, bool DESCENDING, class V, class F> RLX_FN void rlx_sort(rlx_key<V>* keys, int me, F value) {
+/* The keys of value(i) for `count` i from `start` on, N at most, sorted, in `keys`, at rlx_spread of their places. Shared memory has room
+   for whole chunks. */
+template <int T, int E, int N, bool DESCENDING, class V, class F>
+RLX_FN void rlx_sort(rlx_key<V>* keys, int me, F value, int start = 0, int count = N) {
   constexpr int CHUNK = 32 * E, END = (N + CHUNK - 1) / CHUNK * CHUNK;
   rlx_key<V> k[E];
   for (int first = me / 32 * CHUNK; first < END; first += T * E) {
     const int own = first + threadIdx.x % 32 * E;
     #pragma unroll
-    for (int e = 0; e < E; e++) k[e] = own + e < N ? rlx_to_key<DESCENDING, V>(value(own + e), own + e) : rlx_last_key<V>();
+    for (int e = 0; e < E; e++) {
+      const int at = start + own + e;
+      k[e] = own + e < count ? rlx_to_key<DESCENDING, V>(value(at), at) : rlx_last_key<V>();
+    }
     #pragma unroll
     for (int size = 2; size <= CHUNK; size *= 2) {
       rlx_flip(k, size);
@@ -122,4 +127,98 @@ template <int T, int E, int N, bool DESCENDING, class V, class F> RLX_FN void rl
   }
   if (T > 32) __syncthreads();
   else __syncwarp();
+}
+
+/* A key in memory that other blocks write: not in the L1 cache. */
+template <class V> RLX_FN rlx_key<V> rlx_far_key(const rlx_key<V>* at) {
+  rlx_key<V> key;
+  if constexpr (sizeof(key) == 8) {
+    const uint2 got = __ldcg((const uint2*)at);
+    memcpy(&key, &got, 8);
+  } else {
+    const uint4 got = __ldcg((const uint4*)at);
+    memcpy(&key, &got, 16);
+  }
+  return key;
+}
+/* How many of the first `d` keys of a merge come from `a`, of `na`; the others are from `b`, of `nb`. A warp tries 32 at a time. */
+template <class V> RLX_FN int rlx_split(const rlx_key<V>* a, int na, const rlx_key<V>* b, int nb, int d) {
+  int low = d > nb ? d - nb : 0, high = d < na ? d : na;
+  while (low < high) {
+    const int step = (high - low + 31) / 32, at = low + threadIdx.x % 32 * step;
+    const bool more = at < high && rlx_far_key(a + at) < rlx_far_key(b + d - 1 - at);
+    const int count = __popc(__ballot_sync(0xffffffffu, more));
+    if (count == 0) break;
+    high = low + count * step < high ? low + count * step : high;
+    low += (count - 1) * step + 1;
+  }
+  return low;
+}
+/* Waits for the blocks of a line, `goal` of which have come here or earlier by then. */
+RLX_FN void rlx_meet(unsigned* counter, unsigned goal) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+    unsigned seen;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+    while (seen < goal);
+  }
+  __syncthreads();
+}
+/* Sorts N keys by PARTS blocks, V runs of T * E of each: sort(first) leaves the run from `first` on sorted in `keys`, emit(first) gets that
+   part of all of them there. Sorted runs are merged in pairs, from one half of `memory` into the other: a block finds which keys become
+   its part of a run, and each thread E of these. `counter` is zero before and after. */
+template <int T, int E, int PARTS, int V, class K, class S, class F>
+RLX_FN void rlx_merge(K* keys, K* memory, int part, unsigned* counter, S sort, F emit) {
+  constexpr int C = T * E, ALL = PARTS * V * C;
+  __shared__ int split[2];
+  const int me = threadIdx.x;
+  K *from = memory, *to = memory + ALL;
+  const auto put = [&](K* at) {
+    for (int n = me; n < C; n += T) at[n] = keys[rlx_spread(n)];
+    __syncthreads();
+  };
+  for (int u = 0; u < V; u++) {
+    sort((part * V + u) * C);
+    put(from + (part * V + u) * C);
+  }
+  unsigned meetings = 0;
+  for (int run = C; run < ALL; run *= 2) {
+    rlx_meet(counter, ++meetings * PARTS);
+    for (int u = 0; u < V; u++) {
+      const int own = (part * V + u) * C, base = own / (2 * run) * 2 * run, first = own - base, left = ALL - base;
+      const int na = run < left ? run : left, nb = 2 * run < left ? run : left - na;
+      const K *a = from + base, *b = a + na;
+      if (me < 64) {
+        const int found = rlx_split(a, na, b, nb, first + me / 32 * C);
+        if (me % 32 == 0) split[me / 32] = found;
+      }
+      __syncthreads();
+      const int start = split[0], mine = split[1] - start;
+      for (int n = me; n < C; n += T) keys[rlx_spread(n)] = rlx_far_key(n < mine ? a + start + n : b + first - start + n - mine);
+      __syncthreads();
+      int low = me * E > C - mine ? me * E - (C - mine) : 0, high = me * E < mine ? me * E : mine;
+      while (low < high) {
+        const int at = (low + high) / 2;
+        if (keys[rlx_spread(at)] < keys[rlx_spread(mine + me * E - 1 - at)]) low = at + 1;
+        else high = at;
+      }
+      K k[E];
+      int other = mine + me * E - low;
+      #pragma unroll
+      for (int e = 0; e < E; e++) {
+        const bool less = other >= C || (low < mine && keys[rlx_spread(low)] < keys[rlx_spread(other)]);
+        k[e] = keys[rlx_spread(less ? low++ : other++)];
+      }
+      __syncthreads();
+      #pragma unroll
+      for (int e = 0; e < E; e++) keys[rlx_spread(me * E + e)] = k[e];
+      __syncthreads();
+      if (2 * run < ALL) put(to + own);
+      else emit(own), __syncthreads();
+    }
+    K* const next = from;
+    from = to, to = next;
+  }
+  if (me == 0 && atomicAdd(counter, 1) == (meetings + 1) * PARTS - 1) *counter = 0;
 }
