@@ -12,7 +12,7 @@ from functools import cache, partial
 from threading import Thread
 from typing import Any
 
-from rlx.backends.cuda import attention, gemv_blocks, gemv_ring, segments, splits, turned
+from rlx.backends.cuda import attention, gemv_blocks, gemv_ring, scatter, segments, splits, turned
 from rlx.backends.cuda.code import CudaCode, compile_kernels, compiler_version, key_of, launches_of, ptx, support
 from rlx.backends.cuda.executable import CudaArtifact, CudaExecutable
 from rlx.backends.cuda.gemv import MOST_ROWS
@@ -153,7 +153,7 @@ def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
         followed=frozenset({"attention", "dequant_matmul", "segment_matmul"}), computes=_computes,
         pairs=partial(_pairs, arch),
         status_late=True, widens=frozenset(f"{a} {b}" for a in ("f16", "bf16") for b in ("f8e4m3", "f8e5m2")),
-        column_bytes=COLUMN_BYTES,
+        column_bytes=COLUMN_BYTES, schedule=scatter.apart,
         splits={"attention": splits.attention, "top_k": splits.top_k, "softmax": splits.softmax, "log_softmax": splits.softmax},
     )  # fmt: skip
 

@@ -159,7 +159,7 @@ def _in_vectors(m: Launch) -> Launch:
     """With several adjacent points for each thread: a tile has few."""
     if m.team > 1 or not m.kernel.grid or isinstance(m, AttentionLaunch):
         return m
-    return replace(m, vector=min(ELEMENTS, width(m.kernel.body, (), *m.kernel.grid[-1])))
+    return replace(m, vector=min(ELEMENTS, width(m.kernel.body, (), *m.kernel.grid[-1])), repeats=1)
 
 
 def fronted(program: Program, launches: Sequence[Stages], found: Sequence[Launch | None]) -> Sequence[Stages]:

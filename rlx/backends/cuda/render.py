@@ -9,8 +9,8 @@ from typing import NamedTuple
 from rlx.backends.cuda.dialect import CUDA, unrounded
 from rlx.backends.cuda.rows import Key, Row, key_of
 from rlx.backends.cuda.scan import Scan, chosen, place
-from rlx.backends.cuda.schedule import WARP, Launch, Segments, checked_late, is_shared
-from rlx.backends.cuda.vectors import loads, stores, width
+from rlx.backends.cuda.schedule import SHORT, WARP, Launch, Segments, checked_late, is_shared
+from rlx.backends.cuda.vectors import loads, loads_ahead, stores, width
 from rlx.backends.shared.c_style import Writer
 from rlx.backends.shared.nest import identity
 from rlx.ir.dtype import DType, f32, f64, index_
@@ -127,11 +127,47 @@ class CudaWriter(Writer):
         stmts = checked_late(k) if type(at) is Launch else k.body
         if at.vector > 1:
             self.in_vectors(stmts, (), k.grid[-1][0], at.vector, f"{self.names[k.grid[-1][0]]}_0")
+        elif at.repeats > 1:
+            self.repeated(stmts)
         else:
             self.line_of_parts()
             self.block(stmts)
         if at.part and at.parts > 1:
             self.line("all.forget();")
+
+    def repeated(self, stmts: Sequence[Stmt]) -> None:
+        """The statements for several points of a thread, a block apart."""
+        at = self.launch
+        inside = [f"const rlx_uindex point_v = first + v * {at.threads};", f"if (point_v < {at.points}) {{"]
+        self.ahead(stmts, at.repeats, inside, lambda: [self.line(text) for text in self.of_point("point_v")])
+
+    def in_order(self, s: Loop) -> None:
+        """A loop whose iterations one thread does in order."""
+        i, first = self.name(s.var, "i"), self.fresh("i")
+        with self.scope([f"for (rlx_index {first} = 0; {first} < {self.extent(s)}; {first} += {UNROLLED}) {{"]):
+            inside = [f"const rlx_index {i} = {first} + v;", f"if ({i} < {self.extent(s)}) {{"]
+            self.ahead(s.body, UNROLLED, inside, lambda: None)
+
+    def ahead(self, stmts: Sequence[Stmt], count: int, inside: Sequence[str], begin: Callable[[], object]) -> None:
+        """The statements `count` times, in the scope `inside` for each v, which `begin` opens; all of their loads come first."""
+        held, found = dict[int, str](), loads_ahead(stmts)
+        head = ["#pragma unroll", f"for (int v = 0; v < {count}; v++) {{", *inside]
+        for x in found:
+            held[id(x)] = self.fresh("q")
+            self.line(f"{CUDA.element(x.buffer.dtype)} {held[id(x)]}[{count}] = {{}};")
+        before = self.vector_loads
+        self.vector_loads = {}
+        with self.scope(head, 2):
+            begin()
+            for x in found:  # those that the places of others depend on come first
+                index = self.value(x.index)
+                guard = "" if x.guard is None else f"if ({self.value(x.guard)}) "
+                self.line(f"{guard}{held[id(x)]}[v] = {self.names[x.buffer]}[{index}];")
+                self.vector_loads[id(x)] = held[id(x)]
+        with self.scope(head, 2):
+            begin()
+            self.block(stmts)
+        self.vector_loads = before
 
     def line_of_parts(self) -> None:
         """Declare `all`, by which the blocks of a line tell each other totals."""
@@ -192,6 +228,9 @@ class CudaWriter(Writer):
             texts = (f"{number} {text.format(at.parts, at.lines)}" for text in (each, other))
             yield "const rlx_index line = {}, part = {};".format(*texts)
             number = "line"
+        if at.repeats > 1:
+            yield f"const rlx_uindex first = (rlx_uindex){number} * {each * at.repeats} + {place};"
+            return
         # every lane of a cluster counts: those that are left over do what the last one does
         stop = f"point = {at.points - 1}" if at.clustered else "return"
         yield from self.of_point(self.first_point(f"(rlx_uindex){number}{mine}"), f"if (point >= {at.points}) {stop};")
@@ -362,11 +401,15 @@ class CudaWriter(Writer):
 
     def loop(self, s: Loop) -> None:
         if not self.shared:
-            super().loop(s)
+            self.in_order(s) if _in_order(s) and (self.launch.shared or self.launch.scratch) else super().loop(s)
         elif s.carries and self.launch.part:
             Scan(self, s).write()
         elif self.launch.lanes == 1 and self.launch.parts == 1 and (test := chosen(s)) is not None:
             place(self, s, test)
+            self.exchanged(s)
+        elif self.launch.parts == 1 and _in_order(s):
+            with self.scope(["if (me == 0) {"]), self.alone():
+                self.in_order(s)
             self.exchanged(s)
         elif not is_shared(s):
             super().loop(s)
@@ -379,6 +422,8 @@ class CudaWriter(Writer):
         """A thread that reduces loads several elements, or vectors of `size`, before it waits for the first. Unrolled as a whole,
         short loops over bytes would keep them in local memory."""
         simple = (s.reduces or s.carries) and all(isinstance(x, Let | Check) for x in s.body) and not self.kernel.locals
+        if self.launch.team == self.launch.lanes == 1 and self.kernel.locals and s.extent <= SHORT:
+            return ["#pragma unroll", text]  # so that Locals are registers
         return [f"#pragma unroll {max(4, UNROLLED // size)}", text] if simple else [text]
 
     def end_iteration(self, s: Loop) -> None:
@@ -508,6 +553,12 @@ class CudaWriter(Writer):
             lambda value, at: f"{near} += {value};" if near else f"{name} = {combine(name, f'({self.type(wide)}){value}')};",
             lambda text: f"({self.type(dtype)}){text}", near,
         )  # fmt: skip
+
+
+def _in_order(s: Loop) -> bool:
+    """Whether iterations in order only store: one thread does them faster than a team that waits for it after each."""
+    plain = not s.carries and not s.reduces and all(isinstance(x, Let | Check | Store) for x in s.body)
+    return plain and not is_shared(s)
 
 
 def _plus_1(e: Expr, op: str) -> Expr | None:

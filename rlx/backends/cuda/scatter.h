@@ -1,9 +1,9 @@
 
 /* Sums of the places from `first` to `end`, MOST at most, of V adjacent columns for each thread: a block of T threads has C groups of
    columns, and R places at once. begin(i, sum), then op(sum, values) of added(pick, values) for each of `count` picks that place(pick,
-   look(pick)) puts there, in order, then finish(i, sum). The picks of all places are found first; if there is no room for them, those of R
-   places at a time. */
-template <int T, int C, int R, int V, int MOST, class S, class B, class L, class P, class A, class O, class E>
+   look(pick)) puts there, in order, AHEAD loaded at a time, then finish(i, sum). The picks of all places are found first; if there is no
+   room for them, those of R places at a time. */
+template <int T, int C, int R, int V, int AHEAD, int MOST, class S, class B, class L, class P, class A, class O, class E>
 RLX_FN void rlx_scatter(int first, int end, int count, bool own, B begin, L look, P place, A added, O op, E finish) {
   constexpr int ROOM = 2048, EACH = 8, ROWS = T / C, U = R / ROWS;
   static_assert(T * EACH <= ROOM, "the picks that are read at once");
@@ -69,7 +69,7 @@ RLX_FN void rlx_scatter(int first, int end, int count, bool own, B begin, L look
   bool whole = end - first > R;
   for (int low = first; low < end; low += R) {
     const int high = low + R < end ? low + R : end;
-    S sum[U][V], more[U][V];
+    S sum[U][V], more[AHEAD][U][V];
     int m[U], seen = 0;
     #pragma unroll
     for (int u = 0; u < U; u++) {
@@ -93,15 +93,27 @@ RLX_FN void rlx_scatter(int first, int end, int count, bool own, B begin, L look
       }
       while (left) {
         left = false;
+        int after[AHEAD][U]; /* the picks that are loaded */
         #pragma unroll
-        for (int u = 0; u < U; u++) if (m[u] >= 0) added(picks[m[u]], more[u]);
-        #pragma unroll
-        for (int u = 0; u < U; u++) {
-          if (m[u] < 0) continue;
-          for (int v = 0; v < V; v++) sum[u][v] = op(sum[u][v], more[u][v]);
-          m[u] = next[m[u]];
-          left |= m[u] >= 0;
+        for (int n = 0; n < AHEAD; n++) {
+          #pragma unroll
+          for (int u = 0; u < U; u++) {
+            after[n][u] = m[u];
+            if (m[u] < 0) continue;
+            added(picks[m[u]], more[n][u]);
+            m[u] = next[m[u]];
+          }
         }
+        #pragma unroll
+        for (int n = 0; n < AHEAD; n++) {
+          #pragma unroll
+          for (int u = 0; u < U; u++) {
+            if (after[n][u] < 0) continue;
+            for (int v = 0; v < V; v++) sum[u][v] = op(sum[u][v], more[n][u][v]);
+          }
+        }
+        #pragma unroll
+        for (int u = 0; u < U; u++) left |= m[u] >= 0;
       }
       if (whole || seen == count) break;
     }

@@ -1,24 +1,27 @@
-"""Sums into the places that indices choose: a block finds the indices that choose some places, in order, and its threads have the
-sums of these in registers."""
+"""Updates of the places that indices choose, such as sums: a block finds the indices that choose some places, in order, and its
+threads have the results of these in registers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rlx.backends.cuda.render import WIDE, CudaWriter
 from rlx.backends.cuda.schedule import Launch
 from rlx.backends.cuda.vectors import width
-from rlx.ir.kernel import Alu, Check, Expr, Kernel, Load, Loop, Stmt, Store, Var, walk
+from rlx.backends.shared.nest import substitute
+from rlx.ir.kernel import Alu, Check, Expr, Kernel, Load, Loop, Stmt, Store, Var, coefficient, const, k, walk
 from rlx.ir.overlap import may_overlap
 from rlx.records import record
 
 THREADS, GROUPS = 256, 128  # of columns of a block, each of a thread
 BLOCKS = 4 * 132  # all there at once: each one reads all indices
+BUSY = 32 * THREADS  # threads with fewer elements each, if there are no more
 MOST = 2048  # places of a block
-LEAST = 1 << 14  # additions that are worth a launch of several blocks
-Sums = tuple[Loop, list[Loop], Check, Store, Loop]
+LEAST, PICKS = 1 << 14, 256  # updates, or places, that are worth several blocks; indices that one block takes too long for
+COMBINED = ("add", "mul", "max", "min")
 
 
 @record
@@ -36,58 +39,113 @@ class ScatterLaunch(Launch):
         return -(-self.points // self.groups) * self.tiles
 
 
-def sums_of(kernel: Kernel) -> Sums | None:
-    """The loop that begins a line of sums, the loops over indices, their check and sum, and the loop that stores the line; None:
-    the kernel is something else."""
+@record(eq=False)
+class Scatter:
+    """The loop that begins a line of results, the loops over indices, their check and update, and the loop that stores the line.
+    `op` combines an update with the value so far; None: it replaces that."""
+
+    start: Loop
+    first: Store
+    picks: tuple[Loop, ...]
+    check: Check
+    put: Store
+    inside: Expr  # the condition of `put`
+    end: Loop
+    last: Store
+    op: str | None
+    update: Expr
+
+    @property
+    def count(self) -> int:
+        return math.prod(s.extent for s in self.picks)
+
+
+def scatter_of(kernel: Kernel) -> Scatter | None:
+    """None: the kernel is something else."""
     match kernel.body:
-        case (Loop(body=(Store() as first,)) as start, Loop() as nest, Loop(body=(Store(value=Load() as last),)) as end):
-            picks = [nest]
+        case (Loop(body=(Store() as first,)) as start, Loop() as nest, Loop(body=(Store(value=Load() as held) as last,)) as end):
+            picks, line = [nest], held.buffer
         case _:
             return None
     while len(picks[-1].body) == 1 and isinstance(picks[-1].body[0], Loop):
         picks.append(picks[-1].body[0])
     match picks[-1].body:
-        case (Check() as check, Store(value=Alu(op="add", args=(Load(guard=Alu() as inside), _))) as put):
-            own = {first.buffer, last.buffer, put.buffer} == {*kernel.locals}
-            chosen = {x for x in walk((put.index, inside)) if isinstance(x, Var)}
-            return (start, picks, check, put, end) if own and {s.var for s in picks}.issuperset(chosen) else None
-    return None
+        case (Check() as check, Store(value=value, guard=Alu() as inside) as put):
+            op, update = None, value
+        case _:
+            return None
+    if isinstance(value, Alu) and value.op in COMBINED and isinstance(value.args[0], Load) and value.args[0].buffer is line:
+        op, update = value.op, value.args[1]
+    own = {first.buffer, line, put.buffer} == {*kernel.locals} and line not in _loaded(update)
+    chosen = {x for x in walk((put.index, inside)) if isinstance(x, Var)}
+    looked = any(isinstance(x, Load) for x in walk(put.index))
+    if not own or not looked or not {s.var for s in picks}.issuperset(chosen):
+        return None
+    return Scatter(start, first, tuple(picks), check, put, inside, end, last, op, update)
+
+
+def _loaded(e: Expr) -> set[object]:
+    return {x.buffer for x in walk(e) if isinstance(x, Load)}
+
+
+def _worth(kernel: Kernel) -> Scatter | None:
+    """The scatter that several blocks should do; None: there is none, or it is small."""
+    found, points = None if kernel.limits else scatter_of(kernel), math.prod(n for _, n in kernel.grid)
+    if not found or max(found.end.extent, found.count) >= WIDE // 2:
+        return None
+    return found if max(found.count, found.end.extent) * points >= LEAST or found.count >= PICKS else None
+
+
+def apart(kernel: Kernel) -> Kernel:
+    """The kernel of a scatter whose results may not take the memory of its updates, which other blocks read: an update is read at
+    its own place only if its index is right."""
+    if not (found := _worth(kernel)):
+        return kernel
+    over = {kernel.buffers[read] for read, _ in may_overlap(kernel)} & _loaded(found.update)
+    if not over:
+        return kernel
+    pick, put = found.picks[-1], found.put
+    update = substitute(found.update, {pick.var: k.select(found.inside, pick.var, const(0))})
+    value = update if found.op is None else replace(put.value, args=(put.value.args[0], update))  # type: ignore[union-attr]
+    body: tuple[Stmt, ...] = (found.check, replace(put, value=value))
+    for s in reversed(found.picks):
+        body = (replace(s, body=body),)
+    return replace(kernel, body=(found.start, *body, found.end))
 
 
 def scattered(kernel: Kernel) -> ScatterLaunch | None:
-    """`kernel` as sums of several blocks; None: it is something else, or small, or its results may take the place of what it
+    """`kernel` as a scatter of several blocks; None: it is something else, or small, or its results may take the place of what it
     adds, which other blocks read."""
-    found, points = None if kernel.limits else sums_of(kernel), math.prod(n for _, n in kernel.grid)
-    looked = found and any(isinstance(x, Load) for x in walk(found[3].index))
-    if not found or not looked or points * math.prod(s.extent for s in found[1]) < LEAST:
+    found, points = _worth(kernel), math.prod(n for _, n in kernel.grid)
+    if not found or any(kernel.buffers[read] in _loaded(found.update) for read, _ in may_overlap(kernel)):
         return None
-    _, _, _, put, end = found
-    added = {x.buffer for x in walk(put.value) if isinstance(x, Load)}
-    if any(kernel.buffers[read] in added for read, _ in may_overlap(kernel)):
-        return None
-    if max(end.extent, math.prod(s.extent for s in found[1])) >= WIDE // 2:
-        return None
-    vector = width(end.body, ends_of(found), *kernel.grid[-1]) if kernel.grid else 1
-    groups = min(GROUPS, 1 << (points // vector - 1).bit_length())
-    at_once = THREADS // groups * max(2, min(4, 16 // vector))
-    wanted = -(-end.extent * -(-points // (vector * groups)) // BLOCKS)
+    places, line = found.end.extent, kernel.grid[-1] if kernel.grid else None
+    vector = width(found.end.body, (found.first.value, found.update), *line) if line else 1
+    while vector > 1 and points // vector * places < BUSY:
+        vector //= 2
+    adjacent = points  # that adjacent threads have, but no others if many places are adjacent in memory
+    if places >= THREADS:
+        adjacent = line[1] if line and coefficient(found.last.index, line[0]) == 1 else 1
+    groups = min(GROUPS, 1 << (adjacent // vector - 1).bit_length())
+    while groups < GROUPS and -(-places * groups // THREADS) * -(-points // (vector * groups)) < BLOCKS // 8:
+        groups *= 2  # fewer places of a block, whose other threads help to find them
+    wanted, each = -(-places * -(-points // (vector * groups)) // BLOCKS), THREADS // groups
+    at_once = each * (max(2, min(4, 16 // vector)) if wanted > each else 1)
     rows = min(MOST, -(-wanted // at_once) * at_once)
-    tiles = -(-end.extent // rows)
-    return ScatterLaunch(kernel, 1, THREADS, vector=vector, groups=groups, rows=rows, at_once=at_once, tiles=tiles)
-
-
-def ends_of(found: Sums) -> tuple[Expr, Expr]:
-    """The first value of a place, and what is added to it."""
-    (first,), added = found[0].body, found[3].value.args[1]  # type: ignore[union-attr]
-    return first.value, added  # type: ignore[union-attr]
+    return ScatterLaunch(
+        kernel, 1, THREADS, vector=vector, groups=groups, rows=rows, at_once=at_once, tiles=-(-places // rows)
+    )  # fmt: skip
 
 
 class ScatterWriter(CudaWriter):
     occupancy = ", 4"  # blocks of a multiprocessor
     launch: ScatterLaunch
+    found: Scatter | None = None
 
     def coordinates(self) -> Iterator[str]:
-        at, end = self.launch, sums_of(self.kernel)[-1].extent  # type: ignore[index]
+        at, self.found = self.launch, scatter_of(self.kernel)
+        assert self.found
+        end = self.found.end.extent
         yield f"const int first = {self.block_number} % {at.tiles} * {at.rows};"
         yield f"const int end = first + {at.rows} < {end} ? first + {at.rows} : {end};"
         group = f"(rlx_uindex)({self.block_number} / {at.tiles}) * {at.groups} + threadIdx.x % {at.groups}"
@@ -98,35 +156,37 @@ class ScatterWriter(CudaWriter):
 
     def body(self) -> None:
         """Functions of a place or an index, which rlx_scatter calls."""
-        at, found = self.launch, sums_of(self.kernel)
+        at, found = self.launch, self.found
         assert found
-        start, picks, check, put, end = found
-        (out,), (first, added) = end.body, ends_of(found)
+        put, out = found.put, found.last
         self.column = f"{self.names[self.kernel.grid[-1][0]]}_0" if at.vector > 1 else ""
-        kind, adds = self.type(put.buffer.dtype), self.function_of("add", added.dtype)
-        row, to = [self.name(s.var, "i") for s in (start, end)], f"{kind} (&held)[{at.vector}]"
+        kind, second = self.type(put.buffer.dtype), self.type(found.update.dtype)
+        replaced = f"[]({second}, {second} b) -> {second} {{ return b; }}"
+        combined = self.function_of(found.op, found.update.dtype) if found.op else replaced
+        row, to = [self.name(s.var, "i") for s in (found.start, found.end)], f"{kind} (&held)[{at.vector}]"
         with self.alone():
             with self.scope([f"const auto begin = [&](rlx_index {row[0]}, {to}) {{"]):
-                self.columns((), (first,))
-            index = next(x for x in walk((check, put.index)) if isinstance(x, Load))
+                self.columns((), (found.first.value,))
+            index = next(x for x in walk((found.check, put.index)) if isinstance(x, Load))
             seen = self.type(index.dtype)
             with self.scope([f"; const auto look = [&](int pick) -> {seen} {{"]):
-                self.pick(picks)
+                self.pick(found.picks)
                 self.line(f"return {self.value(index)};")
             with self.scope([f"; const auto place = [&](int pick, {seen} seen) -> rlx_index {{"]):
-                self.pick(picks)
+                self.pick(found.picks)
                 self.memo[id(index)] = "seen"
-                self.statement(check)
-                self.line(f"return {self.value(put.value.args[0].guard)} ? {self.value(put.index)} : -1;")  # type: ignore[union-attr]
+                self.statement(found.check)
+                self.line(f"return {self.value(found.inside)} ? {self.value(put.index)} : -1;")
             with self.scope([f"; const auto added = [&](int pick, {to}) {{"]):
-                self.pick(picks)
-                self.columns((), (added,))
+                self.pick(found.picks)
+                self.memo[id(found.inside)] = "true"
+                self.columns((), (found.update,))
             with self.scope([f"; const auto finish = [&](rlx_index {row[1]}, const {to}) {{"]):
-                self.memo[id(out.value)] = "held[v]"  # type: ignore[union-attr]
+                self.memo[id(out.value)] = "held[v]"
                 self.columns((out,), ())
-        sizes = f"{at.threads}, {at.groups}, {at.at_once}, {at.vector}, {min(MOST, at.rows)}, {kind}"
-        count = math.prod(s.extent for s in picks)
-        self.line(f"; rlx_scatter<{sizes}>(first, end, {count}, own, begin, look, place, added, {adds}, finish);")
+        ahead = max(1, 8 // (at.at_once * at.groups // at.threads * at.vector))
+        sizes = f"{at.threads}, {at.groups}, {at.at_once}, {at.vector}, {ahead}, {min(MOST, at.rows)}, {kind}"
+        self.line(f"; rlx_scatter<{sizes}>(first, end, {found.count}, own, begin, look, place, added, {combined}, finish);")
 
     def columns(self, stmts: Sequence[Stmt], ends: Sequence[Expr]) -> None:
         """The statements for each column of the thread; the value of `ends` is held."""
@@ -137,7 +197,7 @@ class ScatterWriter(CudaWriter):
         self.line("const int v = 0;")
         hold(self.block(stmts, ends))
 
-    def pick(self, picks: list[Loop]) -> None:
+    def pick(self, picks: Sequence[Loop]) -> None:
         """The coordinates of the index number `pick`."""
         rest = "pick"
         for s in reversed(picks):
@@ -149,4 +209,4 @@ class ScatterWriter(CudaWriter):
         return (Path(__file__).parent / "scatter.h").read_text() + super().function(name)
 
 
-__all__ = ["ScatterLaunch", "ScatterWriter", "scattered"]
+__all__ = ["ScatterLaunch", "ScatterWriter", "apart", "scattered"]

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from rlx.backends.cuda.edges import cut_at_edges
 from rlx.backends.cuda.rows import Row, row_loops, row_of
-from rlx.backends.cuda.vectors import MOST, width
+from rlx.backends.cuda.vectors import BYTES, MOST, loads_ahead, width
 from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import long_sums
@@ -37,7 +37,9 @@ PARTS = (2, 4, 8, 16, 32)  # of a row: a GPU runs many more blocks at once, so t
 PART_LEAST = 4096  # elements of a row
 COLUMN_BYTES = 4 * PARTS[-1] * PART_WARPS * REGISTERS  # of a column that all parts keep
 FEW_LINES = 132  # rows: with as many, each block has one
+FEW_COLUMNS = 8  # of all lines: with fewer, the lanes of a warp would have nothing to do, and run along a line, too
 CLUSTER = 8  # blocks: as many as every GPU with clusters has
+SHORT = 8  # iterations that a thread does by itself
 RESERVED = 1 << 10  # bytes of shared memory that the driver takes for each block
 RESIDENT = 4  # blocks of a multiprocessor from which on their number does not matter
 SHARED_BYTES = 96 << 10  # Locals of a block that still let two blocks share a multiprocessor; larger ones go to global memory
@@ -102,7 +104,8 @@ def busy_points(kernel: Kernel, segments: Segments | None) -> int:
 @record
 class Launch:
     """`kernel`: with vector loops moved into the grid. `team` and `threads` of a block; a block has threads // team points.
-    `vector`: consecutive points of the last axis for each thread. `row`: the part of a row that a thread keeps in registers.
+    `vector`: consecutive points of the last axis for each thread; or `repeats`: points a block apart.
+    `row`: the part of a row that a thread keeps in registers.
     `lanes`: 32 if the threads of a team are in different warps; the lanes of a warp then run adjacent points, a team each.
     `scratch`: bytes of global memory that each block needs, as for Locals that are not in shared memory (`shared` bytes).
     `counters`: 32-bit words of global memory that are zero before and after the launch.
@@ -126,6 +129,7 @@ class Launch:
     adjacent: bool = False
     clustered: bool = False
     segments: Segments | None = None
+    repeats: int = 1
 
     @property
     def points(self) -> int:
@@ -135,7 +139,7 @@ class Launch:
     @property
     def lines(self) -> int:
         """Blocks, without those that share a line."""
-        return -(-self.points // (self.threads // self.team))
+        return -(-self.points // (self.threads // self.team * self.repeats))
 
     @property
     def blocks(self) -> int:
@@ -183,12 +187,14 @@ def launch(kernel: Kernel, clusters: bool = True) -> Launch:
         return found
     if kernel.locals and _serial(kernel):
         return _with_memory(Launch(kernel, 1, WARP, lanes=WARP))
-    if (loops := row_loops(kernel)) and _down(kernel, loops) and (found := _in_parts(kernel, clusters)):
+    points = math.prod(n for _, n in kernel.grid)
+    short = all(s.extent <= SHORT for s in _of_a_point(kernel.body)) and points >= MANY_POINTS
+    if not short and (loops := row_loops(kernel)) and _lanes_down(kernel, loops) and (found := _in_parts(kernel, clusters)):
         return found
     if (warps := _warps(kernel)) > 1:
         return _with_memory(Launch(kernel, warps, warps * WARP, lanes=WARP))
     kernel = cut_at_edges(kernel)
-    team, few = _team(kernel), math.prod(n for _, n in kernel.grid) < FEW_POINTS
+    team, few = _team(kernel), points < FEW_POINTS
     budgets = (FEW_REGISTERS,) if few else (REGISTERS, MORE_REGISTERS)
     found = next(filter(None, (row_of(kernel, (WARP, *BLOCK_SIZES), n) for n in budgets)), None) if team > 1 else None
     if found:
@@ -198,7 +204,9 @@ def launch(kernel: Kernel, clusters: bool = True) -> Launch:
     threads = THREADS if team <= WARP else team
     if team == 1:
         kernel = in_loops(long_sums(kernel))
-        return Launch(kernel, 1, threads, vector=_vector(kernel))
+        vector, repeats = _vector(kernel), _repeats(kernel)
+        vector, repeats = (1, repeats) if repeats > 2 * vector or vector == 1 else (vector, 1)
+        return Launch(kernel, 1, threads, vector=vector, repeats=repeats)
     return _with_memory(Launch(kernel, team, threads))
 
 
@@ -232,7 +240,7 @@ def _in_parts(kernel: Kernel, clusters: bool) -> Launch | None:
     tops = {s.buffer for s in kernel.body if isinstance(s, Store)}
     if any(kernel.buffers[written] in tops for _, written in may_overlap(kernel)):  # another block may read it later
         return None
-    extent, down = loops[0].extent, _down(kernel, loops)
+    extent, down = loops[0].extent, _lanes_down(kernel, loops)
     if down:
         found = row_of(kernel, (4, 8, PART_WARPS), REGISTERS) or row_of(kernel, (PART_WARPS,), REGISTERS, PARTS)
     else:
@@ -242,9 +250,13 @@ def _in_parts(kernel: Kernel, clusters: bool) -> Launch | None:
     team, row = found or (PART_THREADS, None)
     if row:
         part = row.rounds * row.size * team
-    elif not kernel.locals and points < FEW_LINES and not down:
-        part = max(PART_LEAST, -(-extent * points // (2 * FEW_LINES)), -(-extent // PARTS[-1]))
+    elif not kernel.locals and (lines := -(-points // WARP) if down else points) < FEW_LINES:
+        least = PART_LEAST // WARP if down else PART_LEAST
+        part = max(least, -(-extent * lines // (2 * FEW_LINES)), -(-extent // PARTS[-1]))
+        team = PART_WARPS if down else PART_TEAMS[-1] if part >= 2 * PART_TEAMS[-1] * MOST else team
         part = -(-part // (team * MOST)) * team * MOST
+        if down and part >= extent:
+            return None
     else:
         return None
     parts, lanes = -(-extent // part), WARP if down else 1
@@ -282,7 +294,7 @@ def _warps(kernel: Kernel) -> int:
     shared = [s for s in _of_a_point(kernel.body) if s.extent >= WARP]
     if not shared or not kernel.grid or kernel.limits:
         return 1
-    if not _down(kernel, shared):
+    if not _lanes_down(kernel, shared):
         return 1
     points = math.prod(n for _, n in kernel.grid)
     most = min(WARP, max(s.extent for s in shared) // PER_THREAD)
@@ -292,13 +304,25 @@ def _warps(kernel: Kernel) -> int:
     return wanted
 
 
+def _lanes_down(kernel: Kernel, loops: list[Loop]) -> bool:
+    """True if each lane of a warp should have a column."""
+    return math.prod(n for _, n in kernel.grid) >= FEW_COLUMNS and _down(kernel, loops)
+
+
 def _down(kernel: Kernel, loops: list[Loop]) -> bool:
     """True if the loops run down columns that are adjacent in memory."""
     if not kernel.grid:
         return False
-    column = kernel.grid[-1][0]
-    found = [(coefficient(x.index, s.var), coefficient(x.index, column)) for s in loops for x in _memory_loads(s)]
-    return not any(i == 1 and c != 0 for i, c in found) and any(c == 1 and i != 0 for i, c in found)
+    *others, (column, columns) = kernel.grid
+
+    def along(x: Load, s: Loop) -> bool:
+        """Whether a warp reads adjacent elements better along the loop: of other rows, it would read a few columns at a time."""
+        rows = columns < WARP and any(coefficient(x.index, v) != 0 for v, n in others if n > 1)
+        return coefficient(x.index, s.var) == 1 and (rows or coefficient(x.index, column) != 0)
+
+    found = [(x, s) for s in loops for x in _memory_loads(s)]
+    across = any(coefficient(x.index, column) == 1 and coefficient(x.index, s.var) != 0 for x, s in found)
+    return across and not any(along(x, s) for x, s in found)
 
 
 def _memory_loads(s: Loop) -> list[Load]:
@@ -316,17 +340,39 @@ def _flattened(kernel: Kernel) -> Kernel:
 
 
 def _team(kernel: Kernel) -> int:
-    shared = [s for s in _of_a_point(kernel.body) if s.extent >= WARP]
+    loops, points = _of_a_point(kernel.body), math.prod(n for _, n in kernel.grid)
+    shared = [s for s in loops if s.extent >= WARP]
     if not shared:
-        return 1 if not kernel.locals else WARP
-    points, longest, work = math.prod(n for _, n in kernel.grid), max(s.extent for s in shared), max(map(_work, shared))
+        return _short_team(kernel, loops, points)
+    longest, work = max(s.extent for s in shared), max(map(_work, shared))
     narrow = all(x.buffer.dtype.itemsize <= 2 for s in shared for x in _memory_loads(s))
-    if not kernel.locals and points >= MANY_POINTS and kernel.grid and not any(_contiguous(s) for s in shared):
-        return 1
+    if not kernel.locals and points >= MANY_POINTS and kernel.grid:
+        across = any(_across(s, kernel.grid[-1][0]) for s in shared)
+        if not any(_contiguous(s) for s in shared) and (across or points >= BUSY_THREADS):
+            return 1
+        if across and longest < 2 * WARP and points >= BUSY_THREADS:  # a warp would have too little to do
+            return 1
     each = PER_THREAD * (1 if points < FEW_POINTS else 16 if narrow else 4)
     if work <= WARP * each:
         return WARP
     return next((n for n in BLOCK_SIZES if n * each >= work or n >= longest), BLOCK_SIZES[-1])
+
+
+def _short_team(kernel: Kernel, loops: list[Loop], points: int) -> int:
+    """Of points whose loops are shorter than a warp: few points with long rows have one, and so have Locals, unless there are
+    many points and the Locals are registers."""
+    if kernel.locals:
+        inside = list(walk(kernel.body))
+        counted = all(isinstance(x.index, Var) for x in inside if isinstance(x, Load | Store) and isinstance(x.buffer, Local))
+        short = counted and all(s.extent <= SHORT for s in inside if isinstance(s, Loop))
+        return 1 if short and points >= MANY_POINTS else WARP
+    long = any(s.extent > SHORT and _contiguous(s) for s in loops) and not any(_in_order(kernel.body))
+    return WARP if long and points < MANY_POINTS else 1
+
+
+def _across(loop: Loop, column: Var) -> bool:
+    """True if it loads elements along no axis that are adjacent for adjacent points."""
+    return any(coefficient(x.index, loop.var) not in (0, 1) and coefficient(x.index, column) != 0 for x in _memory_loads(loop))
 
 
 def _work(loop: Loop) -> int:
@@ -346,6 +392,19 @@ def _vector(kernel: Kernel) -> int:
     while size > 1 and points * stored // size < (MOVING_THREADS if moves else BUSY_THREADS):
         size //= 2
     return size
+
+
+def _repeats(kernel: Kernel) -> int:
+    """Points of a thread that loads elements one by one: with one, too few bytes are on their way. As many as leave every
+    multiprocessor busy."""
+    plain = not kernel.limits and all(isinstance(s, Let | Store | Check) for s in kernel.body)
+    if kernel.locals or not plain or not (found := loads_ahead(kernel.body)):
+        return 1
+    points, widest = math.prod(n for _, n in kernel.grid), max(b.dtype.itemsize for b in kernel.buffers)
+    size = min(MOST, BYTES // widest, FEW_REGISTERS // len(found))
+    while size > 1 and points // size < 2 * BUSY_THREADS:
+        size //= 2
+    return max(1, size)
 
 
 def _at_position(kernel: Kernel) -> bool:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.ir.kernel import Alu, Const, Expr, Let, Load, Local, Loop, Stmt, Store, Var, coefficient, walk
+from rlx.backends.shared.nest import distinct
+
+from rlx.ir.kernel import (  # isort: skip
+    Alu, Buffer, Const, Expr, Let, Load, Local, Loop, Stmt, Store, Var, coefficient, expressions, walk,
+)  # fmt: skip
 
 BYTES = 16  # of one access
 MOST = 8  # elements of one thread at once
@@ -25,6 +29,15 @@ def loads(stmts: Sequence[Stmt], ends: Sequence[Expr], var: Var, size: int) -> l
     """Loads of consecutive elements that start at multiples of `size` elements, all or none of them."""
     found = (x for x in walk((tuple(stmts), tuple(ends))) if isinstance(x, Load) and _known(x, stmts))
     return [x for x in found if in_vector(x, var, size)]
+
+
+def loads_ahead(stmts: Sequence[Stmt]) -> list[Load]:
+    """Loads that may be done before all statements: of memory that is only read, at places that depend on nothing that these
+    compute. Those that the places of others depend on come first."""
+    own = {s.var for s in stmts if isinstance(s, Let)}
+    found = (e for e in distinct(expressions(stmts)) if isinstance(e, Load))
+    read = (x for x in found if isinstance(x.buffer, Buffer) and not x.buffer.writable)
+    return [x for x in read if own.isdisjoint(walk((x.index, x.guard)))]
 
 
 def stores(stmts: Sequence[Stmt], var: Var, size: int) -> list[Store]:
@@ -69,4 +82,4 @@ def aligned(e: Expr, var: Var | None, size: int) -> bool:
     return e.op == "mul" and any(aligned(a, var, size) for a in e.args)
 
 
-__all__ = ["aligned", "loads", "steady", "stores", "width"]
+__all__ = ["aligned", "loads", "loads_ahead", "steady", "stores", "width"]
