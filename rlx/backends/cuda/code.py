@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.backends.cuda import attention, flash
-from rlx.backends.cuda.contract import Tile, TileWriter, has_tiles, tiled
+from rlx.backends.cuda.contract import Tile, TileWriter, has_tiles, in_sums, tiled
 from rlx.backends.cuda.dialect import prelude
 from rlx.backends.cuda.fma import FmaLaunch, FmaWriter, by_fma, by_rows
 from rlx.backends.cuda.fronts import Fronted, fronted
@@ -104,10 +104,13 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
         return found
     packed = None if blocks and blocks.plain else blocks
     other = packed or on_warps(kernel, capability=capability)
-    if found := other or by_fma(kernel, clusters=capability >= 90, most=most):
+    sums = None if other else in_sums(kernel)
+    if found := other or (None if sums else by_fma(kernel, clusters=capability >= 90, most=most)):
         return found
+    if has_tiles(kernel) and sums is None:
+        return tiled(kernel)
     loops = sorted_rows(kernel, most, multiprocessors) or scattered(kernel)
-    return tiled(kernel) if has_tiles(kernel) else loops or in_tiles(launch(kernel, clusters=capability >= 90))
+    return loops or in_tiles(launch(sums or kernel, clusters=capability >= 90))
 
 
 def text_of(at: Launch, name: str) -> str:

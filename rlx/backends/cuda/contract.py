@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.schedule import Tiled
-from rlx.ir.dtype import index_
-from rlx.ir.kernel import Contract, Kernel, Load, Operand, Stmt, Var, const, k
+from rlx.backends.shared.contract_loops import without_contract
+from rlx.backends.shared.nest import substitute
+from rlx.ir.dtype import f32, index_
+from rlx.ir.kernel import Contract, Expr, Kernel, Let, Load, Loop, Operand, Stmt, Var, const, k
 from rlx.records import record
 
 DEPTH = 16  # products per element between barriers
+FEW_COLUMNS, FEW_OTHER = 4, 8  # with so few, most of a tile would be empty: of f32, whose tiles are fast, and of other dtypes
+FEW_PRODUCTS = 2  # of a sum
 
 
 @record
@@ -30,6 +35,32 @@ def has_tiles(kernel: Kernel) -> bool:
     if found is None or found.rows or found.also or kernel.locals:
         return False
     return all(isinstance(o, Operand) and not o.panel and not o.blocks for o in (found.a, found.b))
+
+
+def in_sums(kernel: Kernel) -> Kernel | None:
+    """The kernel with a sum for each element in place of tiles: it has few columns, and a left operand whose rows or columns are
+    adjacent in memory; or a sum has next to no products. None: tiles are better."""
+    found = next((s for s in kernel.body if isinstance(s, Contract)), None)
+    if found is None or not has_tiles(kernel) or found.count is not None or 0 in (found.m, found.n, found.k):
+        return None
+    assert isinstance(found.a, Operand)
+    few = FEW_COLUMNS if all(o.dtype == f32 for o in (found.a, found.b)) else FEW_OTHER  # type: ignore[union-attr]
+    if found.k > FEW_PRODUCTS and (found.n > few or 1 not in (found.a.col_stride, found.a.row_stride)):
+        return None
+    made = without_contract(kernel)
+    if found.k == 1:
+        made = replace(made, body=tuple(x for s in made.body for x in _single(s)))
+    if found.n <= few and found.a.col_stride != 1 == found.a.row_stride:  # adjacent threads have adjacent rows
+        made = replace(made, grid=(*made.grid[:-2], made.grid[-1], made.grid[-2]))
+    return made
+
+
+def _single(s: Stmt) -> list[Stmt]:
+    """A loop of one iteration without it."""
+    if not isinstance(s, Loop):
+        return [s]
+    first: dict[Var, Expr] = {s.var: const(0)}
+    return [*substitute(s.body, first), *(Let(r.result, substitute(r.value, first)) for r in s.reduces)]
 
 
 def tiled(kernel: Kernel) -> Tile:

@@ -1,0 +1,94 @@
+"""Shapes that no benchmark has: few columns, odd counts, short axes, long sorts, scatters. Each needs threads enough."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install rlx[cuda]")
+
+from test_cuda import on_gpu, one
+
+import rlx
+from rlx.backends.cuda.code import cubin, launch_of, text_of
+from rlx.backends.cuda.scatter import ScatterLaunch
+from rlx.backends.cuda.schedule import Launch
+from rlx.backends.cuda.sorts import SortLaunch
+from rlx.ir.evaluate import evaluate
+from rlx.ir.overlap import may_overlap
+
+MAPPED = {  # kernels whose shapes once had a few threads: expression, dims of its operands, then team, lanes, parts, repeats
+    "few long columns": (lambda x: rlx.argmax(x, axis=0), [(9_508_423, 2)], (512, 1, 32, 1)),
+    "some long columns": (lambda x: rlx.argmax(x, axis=0), [(100_000, 40)], (16, 32, 32, 1)),
+    "one long row": (lambda x: rlx.argmax(x, axis=0), [(9_807_577,)], (512, 1, 32, 1)),
+    "totals of few columns": (lambda x: rlx.cumsum(x, axis=0), [(4096, 3)], (16, 32, 8, 1)),
+    "many short columns": (lambda x: rlx.softmax(x, axis=0), [(3, 100_000)], (1, 1, 1, 1)),
+    "few short rows": (lambda x: rlx.softmax(x), [(100, 29)], (32, 1, 1, 1)),
+    "an odd count": (lambda x: rlx.gelu(x), [(1_944_259,)], (1, 1, 1, 4)),
+    "odd rows": (lambda x, y: x + y, [(19_241, 129), (129,)], (1, 1, 1, 4)),
+    "a small odd count": (lambda x: rlx.gelu(x), [(19_441,)], (1, 1, 1, 1)),
+    "products of few columns": (lambda x, y: x @ y, [(27_876, 416), (416, 3)], (32, 1, 1, 1)),
+    "columns by few": (lambda x, y: x.T @ y, [(512, 12_544), (512, 3)], (4, 32, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_odd_shapes_have_threads_enough(name):
+    build, dims, wanted = MAPPED[name]
+    found = launch_of(one(lambda g: build(*(g.input(f"x{n}", d, "f32") for n, d in enumerate(dims)))), "sm_90a")
+    assert type(found) is Launch and (found.team, found.lanes, found.parts, found.repeats) == wanted
+    text = text_of(found, "kernel")
+    assert cubin(text, "sm_90a") and ("float q0[4] = {};" in text) == (found.repeats == 4)
+
+
+def test_products_of_two_terms_are_loops():
+    kernel = one(lambda g: g.input("x", (384, 256, 1), "f32") @ g.input("y", (384, 1, 300), "f32"))
+    found = launch_of(kernel, "sm_90a")
+    assert type(found) is Launch and found.vector == 4 and "for (rlx_index" not in text_of(found, "kernel").split("extern")[1]
+
+
+@pytest.mark.parametrize("mode", ["replace", "mul", "max", "min"])
+def test_blocks_share_the_places_of_other_updates(mode):
+    build = lambda g: rlx.scatter_elements(  # noqa: E731
+        g.input("x", (30_000,), "f32"), g.input("i", (30_000,), "i64"), g.input("u", (30_000,), "f32"), axis=0, mode=mode
+    )
+    found = launch_of(kernel := one(build), "sm_90a")
+    assert isinstance(found, ScatterLaunch) and found.blocks >= 100 and cubin(text_of(found, "kernel"), "sm_90a")
+    # as many updates as places: if their memory were that of the results, another block would read it too late
+    assert {kernel.buffers[read].name for read, _ in may_overlap(kernel)} == {"b3"}
+
+
+@pytest.mark.parametrize(
+    "length, dtype, parts, runs", [(40_000, "f32", 20, 1), (300_000, "i64", 74, 1), (2_000_000, "bf16", 123, 2)]
+)
+def test_blocks_merge_parts_of_long_rows(length, dtype, parts, runs):
+    found = launch_of(one(lambda g: rlx.sort(g.input("x", (2, length), dtype))[1]), "sm_90a")
+    assert isinstance(found, SortLaunch) and (found.parts, found.part // (found.team * found.each)) == (parts, runs)
+    assert found.blocks == 2 * parts <= 2 * 132 and found.counters == 2 and cubin(text_of(found, "kernel"), "sm_90a")
+
+
+def test_many_rows_are_sorted_by_a_block_each():
+    found = launch_of(one(lambda g: rlx.sort(g.input("x", (500, 20_000), "f32"))[1]), "sm_90a")
+    assert isinstance(found, SortLaunch) and found.parts == 1
+
+
+@on_gpu
+@pytest.mark.parametrize("mode", ["replace", "mul", "max", "min"])
+@pytest.mark.parametrize("places, chosen", [(30_000, 30_000), (50, 3000), (7, 5)])
+def test_updates_by_index_keep_their_order(mode, places, chosen):
+    rng = np.random.default_rng(0)
+    x, u = (rng.normal(size=n).astype(np.float32) for n in (places, chosen))
+    i = rng.integers(0, places, chosen)
+    g = rlx.Graph("g")
+    given = {"x": x, "i": i, "u": u}
+    g.set_outputs([rlx.scatter_elements(*(g.input(n, a.shape, str(a.dtype)) for n, a in given.items()), axis=0, mode=mode)])
+    np.testing.assert_array_equal(rlx.Session("cuda").compile(g).run(given)[0], evaluate(g, given)[0][0])
+
+
+@on_gpu
+@pytest.mark.parametrize("dims, dtype", [((2, 40_000), "f32"), ((300_000,), "i64"), ((1_541_299,), "f32")])
+def test_merged_parts_of_long_rows_keep_the_order_of_equal_ones(dims, dtype):
+    x = np.random.default_rng(0).integers(-3000, 3000, dims).astype(dtype.replace("f", "float").replace("i", "int"))
+    g = rlx.Graph("g")
+    g.set_outputs([rlx.argsort(g.input("x", dims, dtype))])
+    np.testing.assert_array_equal(rlx.Session("cuda").compile(g).run({"x": x})[0], np.argsort(x, axis=-1, kind="stable"))
