@@ -96,8 +96,10 @@ def product(m: int, n: int, depth: int, dtype: str = "bf16") -> Kernel:
 
 
 # one of each kind, the widest, and some whose columns are no chunks
-SOME_TILINGS = [*{(t.rows, t.turns, t.parts, t.queued): t for t in TILINGS}.values()]
+KINDS_OF_TILINGS = {(t.rows, t.turns, t.parts, t.queued, t.swapped): t for t in TILINGS}
+SOME_TILINGS = [t for t in KINDS_OF_TILINGS.values() if t.parts <= 2 or not (t.swapped or t.rows == 256)]
 SOME_TILINGS += [Tiling(64, 80, turns=True), Tiling(128, 208), Tiling(128, 80, parts=2), Tiling(128, 144, parts=3)]
+SOME_TILINGS += [Tiling(64, 88, turns=True), Tiling(128, 32, parts=4, swapped=True), Tiling(256, 96, parts=4)]
 
 
 def test_every_kind_of_tiling_compiles():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import expert_graphs
 import pytest
@@ -87,6 +88,27 @@ def test_a_barrier_waits_for_the_bytes_that_boxes_bring(kind: str) -> None:
 def only(g: rlx.Graph) -> Kernel:
     (step,) = lower(g, HOPPER, rlx.CompileOptions()).steps
     return step.kernel
+
+
+SWAPPED = (Tiling(64, 88, turns=True), Tiling(128, 80), Tiling(256, 136), Tiling(128, 32, parts=4))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_swapped_tiles_wait_for_their_bytes(turned: bool) -> None:
+    for m in (20, 130, 264):
+        for t in SWAPPED:
+            found = on_tensor_cores(only(plain(m, 1000, 1040, turned)), tiling=replace(t, swapped=True))
+            assert found and found.contract.m == 1000 and found.maps[0].argument == 1, "rows of a tile are columns of the product"
+            assert found.early == 1, "the weights are still what is copied before the kernel in front ends"
+            assert all(waited == brought for waited, brought in stages(found)), (m, t)
+
+
+def test_tiles_are_swapped_where_rows_would_be_idle() -> None:
+    few, third = (on_tensor_cores(only(plain(m, n, depth, True))) for m, n, depth in ((20, 2560, 9728), (260, 5120, 5120)))
+    assert few and few.tiling.swapped and few.tiling.columns == 32 and few.tiling.stages == 10
+    assert third and third.tiling.swapped and third.tiling.columns == 88 and third.blocks == 120
+    short = on_tensor_cores(only(plain(260, 5120, 512, True)))
+    assert short and not short.tiling.swapped
 
 
 def test_no_box_lies_outside_a_matrix():

@@ -63,6 +63,14 @@ RLX_FN int rlx_staged_at(int row, int column) {
   const int half = column / 4 % 2;
   return row * 64 + half * 32 + (column / 8 ^ row % 4 * 2 + half) * 4 + column % 4;
 }
+/* Where a column of 64 sums has a row: neither writes of 8 rows by 4 pairs of columns nor reads of many rows meet in a bank. */
+RLX_FN int rlx_column_at(int row, int column) { return column * 64 + (row ^ column / 2 % 4 * 8); }
+template <int N> RLX_FN void rlx_staged_column(float (&to)[N], const float* staged, int row, int column) {
+  #pragma unroll
+  for (int v = 0; v < N; v += 4)
+    if constexpr (N >= 4) *(float4*)(to + v) = *(const float4*)(staged + rlx_column_at(row + v, column));
+    else for (int e = 0; e < N; e++) to[e] = staged[rlx_column_at(row + e, column)];
+}
 template <int N> RLX_FN void rlx_staged(float (&to)[N], const float* staged, int row, int column) {
   #pragma unroll
   for (int v = 0; v < N; v += 4)

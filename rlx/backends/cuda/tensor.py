@@ -5,8 +5,11 @@ A block is one warp group that copies and two that multiply. The copying one kee
 tensor copies. The others multiply half of the rows of a tile each, or take whole tiles in turns, so that one runs the epilogue
 while the other multiplies (`Tiling.turns`), or stages in turns where there are few rows (`Tiling.alternate`). Blocks take tile
 after tile; tiles that are left over are shared: the blocks of a cluster have parts of the summed axis, and add their sums in a
-fixed order. Results that are nothing but sums may leave by bulk copies (`Tiling.queued`). Multicast to pairs of blocks with the
-same columns made few products faster, by 3% at most, and others slower.
+fixed order. Results that are nothing but sums may leave by bulk copies (`Tiling.queued`). Instructions take 64 rows, but any 8
+columns: where a tile's rows would be idle, it is one of the transposed product (`Tiling.swapped`). Multicast to pairs of blocks
+with the same columns made few products faster, by 3% at most, and others slower.
+
+More than 500 lines: a tiling, what it costs and the choice of one are read together.
 """
 
 from __future__ import annotations
@@ -38,8 +41,10 @@ WARPS = 8  # that multiply
 STAGED = 16 * CHUNK * 4  # bytes of a warp: 16 rows
 SHARED = 227 << 10
 OF_GROUPS = (64, 96, 128, 192, 256)  # columns of tiles of groups that were measured
-HALF = 64  # rows, of tiles with 128
-L2_ROWS = 8  # tiles of rows that are walked together, so that blocks at work share operands in the L2 cache
+STAGES, MANY_STAGES = 8, 10  # of a ring, at most
+SOME_STEPS, MANY_STEPS = 16, 32  # of sums that swapped or tall tiles, and many stages, were measured to suit
+HALF, TALL = 64, 256  # rows, of tiles with 128
+AT_WORK = 8  # tiles of rows, or columns, that are walked together, so that blocks at work share operands in the L2 cache
 
 # Costs in clock cycles of a multiprocessor, fitted to the times of 89 products in 2 to 15 tilings each on an H200: the choice
 # takes 0.5% longer than the best of them on average.
@@ -56,6 +61,8 @@ START = 5000  # of a launch, before the first product
 NEXT = 1570  # from tile to tile
 EXCHANGE, GIVEN = 645, 3.46  # of sums between blocks: at least, and bytes
 HALVES = 2300  # of sums between groups, at least
+SWAPPED = 1.35  # times as long for swapped tiles
+NARROW, OF_TALL = 0.2, 1.08  # how much longer than all that says: swapped tiles, the more the narrower; times as long: tall ones
 CLUSTERED = 7 / 8  # of the multiprocessors that clusters of more than 2 blocks take at once
 
 
@@ -78,13 +85,16 @@ class Side:
 class Tiling:
     """`rows` x `columns` of a tile. `turns`: the multiplying groups take whole tiles in turns. `parts`: blocks of a
     cluster that share the summed axis of a tile. Of a tile of 64 rows without turns, the groups share it, too. `queued`: bulk
-    copies store results while the next tile is multiplied."""
+    copies store results while the next tile is multiplied. `swapped`: the tile's rows are columns of the product, so that few
+    rows of it, or some more than a tile has, take tiles of as many columns."""
 
     rows: int = 128
     columns: int = 256
     turns: bool = False
     parts: int = 1
     queued: bool = False
+    swapped: bool = False
+    deep: bool = False  # whether the ring may have many stages
     spare: int = 0  # columns that copies fetch beside those of the tile
     raw: int = 0  # bytes of the right operand's part of a stage, as it is in memory
     held: int = 0  # bytes of a block for other purposes
@@ -112,12 +122,15 @@ class Tiling:
     @property
     def pitch(self) -> int:
         """Bytes of a warp for results that it stages, 16 rows at a time, or queues."""
-        return max(STAGED, self.slabs * 16 * self.columns * 2) if self.queued else STAGED
+        if self.queued:
+            return max(STAGED, self.slabs * 16 * self.columns * 2)
+        return STAGED // 2 if self.swapped else STAGED
 
     @property
     def stages(self) -> int:
         """An even number for groups that alternate: each stage is one's own."""
-        most = min(8, (SHARED - WARPS * self.pitch - self.held - RAW * (self.raw + 8)) // (self.stage + 16))
+        limit = MANY_STAGES if self.deep and not self.alternate else STAGES
+        most = min(limit, (SHARED - WARPS * self.pitch - self.held - RAW * (self.raw + 8)) // (self.stage + 16))
         return most - most % 2 if self.alternate else most
 
     @property
@@ -131,6 +144,12 @@ class Tiling:
 
     def tiles(self, c: Contract) -> tuple[int, int]:
         return -(-c.m // self.rows), -(-c.width // self.columns)
+
+    @property
+    def caution(self) -> float:
+        """How much longer it takes than `cost` says, which was fitted to other tilings."""
+        swapped = 1 + NARROW * max(0.0, 1 - self.columns / 128) if self.swapped else 1.0
+        return swapped * (OF_TALL if self.rows == TALL else 1)
 
     def cost(self, c: Contract, points: int, multiprocessors: int, by_threads: bool = False) -> float:
         """An estimate in cycles: rounds of tiles on all multiprocessors, and what is not overlapped with them."""
@@ -169,11 +188,16 @@ class Tiling:
         """Cycles in which blocks give each other the sums of their shares."""
         return EXCHANGE + 4 * self.rows * self.columns * (self.parts - 1) / self.parts / GIVEN
 
+    def adjacent(self, c: Contract) -> tuple[Var, int]:
+        """The axis whose elements are adjacent in the result, and its extent."""
+        return (c.i, c.m) if self.swapped else (c.j, c.n)
+
     def end(self, c: Contract) -> float:
         """Cycles of the epilogue of a tile."""
         costly = any(isinstance(e, Alu) and e.op in ("erf", "exp", "tanh") for e in walk(c.epilogue))
-        single = self.turns and width(c.epilogue, (), c.j, c.n) == 1
-        elements = self.rows * -(-self.columns // CHUNK) * CHUNK * c.n / max(1, c.width)
+        single = self.turns and width(c.epilogue, (), *self.adjacent(c)) == 1
+        columns = SWAPPED * self.columns if self.swapped else -(-self.columns // CHUNK) * CHUNK
+        elements = self.rows * columns * c.n / max(1, c.width)
         return (COSTLY if costly else 1) * (SINGLE if single else 1) * elements / EPILOGUE[self.turns]
 
 
@@ -192,15 +216,33 @@ def promoted(c: Contract) -> bool:
     return kind(c)[0].startswith("f8")
 
 
+def _is_tiling(t: Tiling) -> bool:
+    """Whether groups and blocks have parts of the columns that they can exchange, and registers for the sums."""
+    if t.turns and (t.parts > 1 or t.rows * t.columns > 128 * 128):
+        return False
+    if t.alternate and (t.queued or t.columns not in ((32, 64, 96, 128) if t.swapped else (64, 128))):
+        return False
+    if t.rows == TALL and (t.turns or t.queued or t.columns > 168 or (t.parts > 1 and 4 * t.rows * t.columns > t.ring)):
+        return False
+    if t.swapped and (t.queued or t.parts not in ((1, 2) if t.alternate else (1, 2, 4))):
+        return False
+    if t.parts > 1 and (t.columns % (8 * t.shares) or t.columns // t.parts < (8 if t.swapped else 16)):
+        return False
+    if t.parts > 1 and t.columns % 16 and not t.swapped:
+        return False
+    return not (t.queued and t.columns % CHUNK)
+
+
 TILINGS = tuple(
-    Tiling(rows, columns, turns, parts, queued)
-    for rows, columns, turns, parts, queued in product(
-        (HALF, 128), range(64, 257, 16), (False, True), (1, 2, 3, 4, 6, 8), (False, True)
+    t
+    for t in (
+        Tiling(rows, columns, turns, parts, queued, swapped)
+        for swapped, rows, turns, parts, queued in product(
+            (False, True), (HALF, 128, TALL), (False, True), (1, 2, 3, 4, 6, 8), (False, True)
+        )
+        for columns in range(16 if swapped else 64, 257, 8)
     )
-    if (rows * columns <= 128 * 128 if turns or rows == HALF else True)
-    and (parts == 1 or (not turns and columns % (8 * parts) == 0 and columns // parts >= 16))
-    and not (rows == HALF and not turns and (columns not in (64, 128) or queued))
-    and not (queued and columns % CHUNK)
+    if _is_tiling(t)
 )
 
 
@@ -213,7 +255,9 @@ class TensorLaunch(Launch):
 
     @property
     def contract(self) -> Contract:
-        return _contract(self.kernel)  # type: ignore[return-value]
+        c = _contract(self.kernel)
+        assert c is not None
+        return exchanged(c) if self.tiling.swapped else c
 
     @property
     def maps(self) -> tuple[TensorMap, ...]:
@@ -251,9 +295,10 @@ class TensorLaunch(Launch):
     @property
     def early(self) -> int | None:
         """The buffer whose first tiles are copied before earlier kernels end, if no kernel of a run writes it."""
-        assert isinstance(self.contract.b, Operand)
+        c = _contract(self.kernel)
+        assert c is not None and isinstance(c.b, Operand)
         ready = not self.by_threads and not self.kernel.limits
-        return self.kernel.buffers.index(self.contract.b.buffer) if ready else None
+        return self.kernel.buffers.index(c.b.buffer) if ready else None
 
     @property
     def count(self) -> int:
@@ -268,6 +313,13 @@ class TensorLaunch(Launch):
     @property
     def rounds(self) -> tuple[int, int, int]:
         return self.tiling.rounds(self.count, self.multiprocessors)
+
+
+def exchanged(c: Contract) -> Contract:
+    """The transposed product: rows are the columns of the right operand."""
+    assert isinstance(c.a, Operand) and isinstance(c.b, Operand)
+    a, b = (replace(o, row_stride=o.col_stride, col_stride=o.row_stride) for o in (c.b, c.a))
+    return replace(c, i=c.j, j=c.i, m=c.n, n=c.m, a=a, b=b)
 
 
 def _contract(kernel: Kernel) -> Contract | None:
@@ -290,10 +342,13 @@ def on_tensor_cores(
     tiling = tiling or _tiling(kernel, c, multiprocessors, segments)
     if tiling is None:
         return None
+    deep = _is_deep(c) and not segments
+    c = exchanged(c) if tiling.swapped else c
+    assert isinstance(c.a, Operand) and isinstance(c.b, Operand)
     a = _side(kernel, c, c.a, c.m, c.a.row_stride, c.a.col_stride, tiling.rows, segments)
     b = _side(kernel, c, c.b, c.width, c.b.col_stride, c.b.row_stride, tiling.columns if c.also is None else CHUNK // 2, segments)
     results = _results(kernel, c, segments) if tiling.queued and a.tensor and b.tensor and not b.raw else None
-    tiling = replace(_held(tiling, b, segments), queued=results is not None)
+    tiling = replace(_held(tiling, b, segments, deep), queued=results is not None)
     if segments and not (c.b.blocks or (a.tensor and b.tensor and not b.raw)):
         return None
     if (c.also is not None and not (b.tensor and b.along and not b.raw)) or (is_widened(c) and not b.tensor):
@@ -341,8 +396,16 @@ def _tiling(kernel: Kernel, c: Contract, multiprocessors: int, segments: Segment
     copied = a.tensor is not None and b.tensor is not None
     queues = copied and not b.raw and _results(kernel, c, segments) is not None
     most = 128 if not copied else 192 if c.tf32 else 256  # columns, where threads take part
+    plain = copied and not b.raw and not segments and _is_plain(kernel, c)
+    long = -(-c.k // depth(c)) >= SOME_STEPS
+    of = (c, exchanged(c) if plain else c)
 
     def fits(t: Tiling) -> bool:
+        if not (plain and long) and (t.swapped or t.rows == TALL):
+            return False
+        if not plain and t.columns % 16:
+            return False
+        c = of[t.swapped]
         if segments and (t.parts > 1 or t.rows != segments.rows or t.columns not in OF_GROUPS):
             return False
         blocks, whole, shared = t.rounds(points * math.prod(t.tiles(c)), multiprocessors)
@@ -365,9 +428,22 @@ def _tiling(kernel: Kernel, c: Contract, multiprocessors: int, segments: Segment
             return False
         return (copied and not b.raw) or (t.columns <= most and not t.turns and t.parts <= 4)  # for want of registers
 
-    tilings = [_held(t, b, segments) for t in TILINGS]
-    # of tiles that cost the same, the taller ones
-    return min(filter(fits, tilings), key=lambda t: (t.cost(c, points, multiprocessors, not copied), -t.rows), default=None)
+    def order(t: Tiling) -> tuple[float, int]:  # of tiles that cost the same, the taller ones
+        return t.caution * t.cost(of[t.swapped], points, multiprocessors, not copied), -t.rows
+
+    held = (_held(t, b, segments, _is_deep(c)) for t in TILINGS)
+    return min(filter(fits, held), key=order, default=None)
+
+
+def _is_plain(kernel: Kernel, c: Contract) -> bool:
+    """Whether all kinds of tilings suit the product: one of 16-bit floats, of all rows, whose results are stored by vectors."""
+    whole = not kernel.limits and c.count is None and c.also is None
+    return whole and itemsize(c) == 2 and c.acc.dtype == f32 and width(c.epilogue, (), c.j, c.n) > 1
+
+
+def _is_deep(c: Contract) -> bool:
+    """Whether the weights of a product of few rows come as fast as memory gives them."""
+    return c.m <= HALF and itemsize(c) == 2 and -(-c.k // depth(c)) >= MANY_STEPS
 
 
 def _results(kernel: Kernel, c: Contract, segments: Segments | None) -> Side | None:
@@ -385,9 +461,10 @@ def _results(kernel: Kernel, c: Contract, segments: Segments | None) -> Side | N
     return found if found.tensor else None
 
 
-def _held(t: Tiling, b: Side, segments: Segments | None) -> Tiling:
+def _held(t: Tiling, b: Side, segments: Segments | None, deep: bool) -> Tiling:
     """The tiling with the memory that it takes beside its tiles. Copies of columns that are not `along` are 64 wide."""
-    return replace(t, spare=0 if b.along else -t.columns % CHUNK, held=segments.shared if segments else 0)
+    spare = 0 if b.along or t.swapped else -t.columns % CHUNK
+    return replace(t, spare=spare, deep=deep and not segments, held=segments.shared if segments else 0)
 
 
 def _side(

@@ -13,12 +13,14 @@ from rlx.ir.kernel import Contract
 
 
 class Pieces(NamedTuple):
-    """Of the tile of a warp: 16 rows by `wide` columns, `each` side by side. A lane has `size` adjacent elements at a time."""
+    """Of the tile of a warp: 16 rows by `wide` columns, `each` side by side. A lane has `size` adjacent elements at a time.
+    `swapped`: of the tile of a group, 64 rows, whose elements are adjacent."""
 
     count: int
     each: int
     size: int
     wide: int
+    swapped: bool
 
     @property
     def rounds(self) -> int:
@@ -26,8 +28,14 @@ class Pieces(NamedTuple):
 
     def loop(self) -> list[str]:
         head = f"for (int n = 0; n < {self.rounds}; n++) {{"
-        some = f"if (e < {16 * self.wide}) " if self.rounds * 32 * self.size > 16 * self.wide else ""
-        return ["#pragma unroll", head, f"const int e = (n * 32 + lane) * {self.size}; {some}{{"]
+        each, lane = (64, "threadIdx.x % 128") if self.swapped else (16, "lane")
+        some = f"if (e < {each * self.wide}) " if self.rounds * 32 * self.size > 16 * self.wide else ""
+        return ["#pragma unroll", head, f"const int e = (n * {2 * each} + {lane}) * {self.size}; {some}{{"]
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The row and the column of element `e`."""
+        return ("e % 64", "e / 64") if self.swapped else (f"e / {self.wide}", f"e % {self.wide}")
 
 
 class TileEnds(CudaWriter):
@@ -56,17 +64,25 @@ class TileEnds(CudaWriter):
         if not t.alternate:
             self.line('asm volatile("bar.sync 1, 256;" ::: "memory");  // both groups are done with the ring')
         self.line(f"float4* const mine = (float4*)(rlx_ring + {start}) + threadIdx.x - {self.launch.copying * GROUP};")
-        with self.scope(["#pragma unroll", f"for (int n = 0; n < {count}; n += 4) {{"]):
-            self.line(f"mine[n / 4 * {2 * GROUP}] = make_float4(sum[0][n], sum[0][n + 1], sum[0][n + 2], sum[0][n + 3]);")
+        for slab in range(t.slabs):
+            with self.scope(["#pragma unroll", f"for (int n = 0; n < {count}; n += 4) {{"]):
+                values = ", ".join(f"sum[{slab}][n + {v}]" for v in range(4))
+                self.line(f"mine[({slab * count} + n) / 4 * {2 * GROUP}] = make_float4({values});")
         self.line("rlx_cluster_shares();")
+        for slab in range(t.slabs):
+            self.add_share(slab, share)
+
+    def add_share(self, slab: int, share: int) -> None:
+        t = self.launch.tiling
         with self.scope(["#pragma unroll", f"for (int n = 0; n < {share}; n += 4) {{"]):
-            self.line(f"const float4* const from = mine + (rank * {share} + n) / 4 * {2 * GROUP};")
+            first = f"{slab * share * t.parts} + rank * {share}"
+            self.line(f"const float4* const from = mine + ({first} + n) / 4 * {2 * GROUP};")
             self.line("float4 all = *from;")
             with self.scope(["#pragma unroll", f"for (int p = 1; p < {t.parts}; p++) {{"]):
                 self.line(f"const float4 other = rlx_from_block(from, (rank + p) % {t.parts});")
                 self.line("all.x += other.x, all.y += other.y, all.z += other.z, all.w += other.w;")
             for v, name in enumerate("xyzw"):
-                self.line(f"sum[0][n + {v}] = all.{name};")
+                self.line(f"sum[{slab}][n + {v}] = all.{name};")
 
     def queue(self, c: Contract) -> None:
         """Rounded sums to boxes of 16 rows by 64 columns, which bulk copies store."""
@@ -94,7 +110,7 @@ class TileEnds(CudaWriter):
         """Piece after piece, in a loop: the code for all of them would not stay in the instruction cache."""
         pieces = self.pieces(c)
         t, count = self.launch.tiling, str(pieces.count)
-        if self.launch.rounds[1] and t.parts > 1:
+        if self.launch.rounds[1] and t.parts > 1 and t.slabs == 1:
             count = f"(shared ? {-(-t.columns // t.parts // self.chunk)} : {pieces.count})"
         with self.scope(["#pragma unroll 1", f"for (int piece = 0; piece < {count}; piece++) {{"]):
             self.place_piece(c, pieces)
@@ -103,22 +119,23 @@ class TileEnds(CudaWriter):
                 self.loads_of_piece(c, pieces)
             with self.scope(["#pragma unroll", f"for (int p = 0; p < {pieces.count}; p++) {{", "if (p == piece) {"], 2):
                 self.to_rows(c, pieces)
-            self.line("__syncwarp();")
+            meet = 'asm volatile("bar.sync %0, 128;" ::"r"(4 + group) : "memory");' if t.swapped else "__syncwarp();"
+            self.line(meet)
             with self.scope(pieces.loop(), 2):
                 self.elements(c, pieces)
-            self.line("__syncwarp();")
+            self.line(meet)
         self.registers.clear()
         self.loaded.clear()
 
     def pieces(self, c: Contract) -> Pieces:
-        t, size = self.launch.tiling, width(c.epilogue, (), c.j, c.n)
+        t, size = self.launch.tiling, width(c.epilogue, (), *self.launch.tiling.adjacent(c))
         each = -(-self.finished // self.chunk)
-        return Pieces(t.slabs * each, each, size, self.chunk if c.also is None else self.chunk // 2)
+        return Pieces(t.slabs * each, each, size, self.chunk if c.also is None else self.chunk // 2, t.swapped)
 
     @property
     def chunk(self) -> int:
         """Columns that the epilogue stages at once."""
-        return min(CHUNK, self.finished)
+        return min(CHUNK // 2 if self.launch.tiling.swapped else CHUNK, self.finished)
 
     @property
     def finished(self) -> int:
@@ -137,41 +154,50 @@ class TileEnds(CudaWriter):
         last = f"{first} + {own}"
         first, last = (f"({x}) / 2" if c.also is not None else x for x in (first, last))
         self.line(f"const int last_column = min({c.n}, {last});")
-        self.line(f"const int first_row = row0 + {group}piece / {pieces.each} * 64 + warp % 4 * 16;")
+        self.line(f"const int first_row = row0 + {group}piece / {pieces.each} * 64{'' if t.swapped else ' + warp % 4 * 16'};")
         self.line(f"const int first_column = {first} + piece % {pieces.each} * {pieces.wide};")
 
     def place_elements(self, c: Contract, pieces: Pieces) -> str:
         """Names the row of the elements from `e` on; their first column."""
         i, j = self.fresh("i"), self.fresh("j")
-        self.line(f"const rlx_index {i} = first_row + e / {pieces.wide}, {j} = first_column + e % {pieces.wide};")
+        row, column = pieces.place
+        self.line(f"const rlx_index {i} = first_row + {row}, {j} = first_column + {column};")
         self.line(f"if ({i} >= {self.most} || {j} >= last_column) continue;")
+        if self.launch.tiling.swapped:
+            self.names[c.j] = j
+            return i
         self.names[c.i] = i
         return j
 
     def loads_of_piece(self, c: Contract, pieces: Pieces) -> None:
         """Start all loads of a piece before the first one is waited for; before its products, where it is all of the tile."""
-        found = loads(c.epilogue, (), c.j, pieces.size) if pieces.size > 1 else []
-        for key, x in {key_of(x, c.j): x for x in found if x.guard is None}.items():
+        var, _ = self.launch.tiling.adjacent(c)
+        found = loads(c.epilogue, (), var, pieces.size) if pieces.size > 1 else []
+        for key, x in {key_of(x, var): x for x in found if x.guard is None}.items():
             self.round, held = "n", self.fresh("q")
             self.line(f"{self.dialect.element(x.buffer.dtype)} {held}[{pieces.rounds}][{pieces.size}];")
             with self.scope(pieces.loop(), 2):
                 j0 = self.place_elements(c, pieces)
-                self.line(f"rlx_fetch<{pieces.size}>({held}[n], {self.names[x.buffer]} + {self.at_first(x.index, c.j, j0)});")
+                self.line(f"rlx_fetch<{pieces.size}>({held}[n], {self.names[x.buffer]} + {self.at_first(x.index, var, j0)});")
             self.registers[key] = held
             self.loaded.add(key)
 
     def elements(self, c: Contract, pieces: Pieces) -> None:
-        size, wide, j0 = pieces.size, pieces.wide, self.place_elements(c, pieces)
+        size, wide, first = pieces.size, pieces.wide, self.place_elements(c, pieces)
+        adjacent, _ = self.launch.tiling.adjacent(c)
         sums = {"acc": (c.acc, 0)} if c.also is None else {"acc": (c.acc, 0), "also": (c.also, wide)}
         for name, (var, column) in sums.items():
             self.line(f"float {name}[{size}];")
-            self.line(f"rlx_staged({name}, staged, e / {wide}, {column} + e % {wide});")
+            if self.launch.tiling.swapped:
+                self.line(f"rlx_staged_column({name}, staged, {', '.join(pieces.place)});")
+            else:
+                self.line(f"rlx_staged({name}, staged, e / {wide}, {column} + e % {wide});")
             text = f"{name}[{'v' if size > 1 else 0}]"
             self.names[var] = text if var.dtype == f32 else f"({self.type(var.dtype)})__float_as_int({text})"
         if size > 1:
-            self.in_vectors(c.epilogue, (), c.j, size, j0)
+            self.in_vectors(c.epilogue, (), adjacent, size, first)
         else:
-            self.names[c.j] = j0
+            self.names[adjacent] = first
             self.block(c.epilogue)
 
     def to_rows(self, c: Contract, pieces: Pieces) -> None:
@@ -180,8 +206,15 @@ class TileEnds(CudaWriter):
         with self.scope(["#pragma unroll", f"for (int q = 0; q < {chunk // 8}; q++) {{"]):
             if self.finished % chunk:
                 self.line(f"if (p % {pieces.each} * {chunk} + q * 8 >= {self.finished}) break;")
-            self.line("float* const to = staged + rlx_staged_at(lane / 4, q * 8 + lane % 4 * 2);")
+            swapped = self.launch.tiling.swapped
+            at = "rlx_column_at(warp % 4 * 16 + " if swapped else "rlx_staged_at("
+            self.line(f"float* const to = staged + {at}lane / 4, q * 8 + lane % 4 * 2);")
             self.line(f"const auto* const from = sum[p / {pieces.each}] + p % {pieces.each} * {chunk // 2} + q * 4;")
+            if swapped:
+                self.line(f"float* const below = staged + {at}lane / 4 + 8, q * 8 + lane % 4 * 2);")
+                self.line(f"to[0] = {bits}(from[0]), to[64] = {bits}(from[1]);")
+                self.line(f"below[0] = {bits}(from[2]), below[64] = {bits}(from[3]);")
+                return
             self.line(f"*(float2*)to = make_float2({bits}(from[0]), {bits}(from[1]));")
             self.line(f"*(float2*)(to + {8 * CHUNK}) = make_float2({bits}(from[2]), {bits}(from[3]));")
 

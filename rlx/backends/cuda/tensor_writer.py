@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rlx.backends.cuda import tensor
-from rlx.backends.cuda.tensor import CHUNK, GROUP, KINDS, L2_ROWS, LINE, RAW, WARPS, Side, TensorLaunch, depth, kind
+from rlx.backends.cuda.tensor import AT_WORK, CHUNK, GROUP, KINDS, LINE, RAW, WARPS, Side, TensorLaunch, depth, kind
 from rlx.backends.cuda.tensor_blocks import PackedCopies
 from rlx.backends.cuda.tensor_ends import TileEnds
 from rlx.backends.cuda.vectors import aligned
@@ -38,7 +38,7 @@ class TensorWriter(PackedCopies, TileEnds):
 
     def statement(self, s: Stmt) -> None:
         if isinstance(s, Contract):
-            self.product(s)
+            self.product(tensor.exchanged(s) if self.launch.tiling.swapped else s)
         else:
             super().statement(s)
 
@@ -47,7 +47,8 @@ class TensorWriter(PackedCopies, TileEnds):
         at, t = self.launch, self.launch.tiling
         producers = at.copying * GROUP if at.by_threads else 1
         self.line("extern __shared__ __align__(1024) unsigned char rlx_ring[];")
-        self.line(f"float* const staged = (float*)(rlx_ring + {t.ring} + warp % 8 * {t.pitch});")
+        own = "warp / 4 % 2 * 4" if t.swapped else "warp % 8"
+        self.line(f"float* const staged = (float*)(rlx_ring + {t.ring} + {own} * {t.pitch});")
         self.line(f"uint64_t* const full = (uint64_t*)(rlx_ring + {t.ring + WARPS * t.pitch});")
         self.line(f"uint64_t* const empty = full + {t.stages}, *const raw = empty + {t.stages};")
         released = 4 if t.turns or t.alternate else 8
@@ -126,11 +127,13 @@ class TensorWriter(PackedCopies, TileEnds):
     def place(self, c: Contract) -> None:
         """Names for the tile's grid point, first row and first column."""
         t = self.launch.tiling
-        rows, columns = t.tiles(c)
-        self.line(f"int point = tile / {rows * columns};")
-        self.line(f"const int flat = tile % {rows * columns}, band = flat / {L2_ROWS * columns} * {L2_ROWS};")
-        self.line(f"const int high = {rows} - band < {L2_ROWS} ? {rows} - band : {L2_ROWS}, rest = flat - band * {columns};")
-        self.line(f"const int row0 = (band + rest % high) * {t.rows}, column0 = rest / high * {t.columns};")
+        sides = zip(("row0", "column0"), t.tiles(c), (t.rows, t.columns))
+        # adjacent blocks share the larger part of their operands
+        (near, many, span), (far, others, other_span) = sorted(sides, key=lambda side: side[2])
+        self.line(f"int point = tile / {many * others};")
+        self.line(f"const int flat = tile % {many * others}, band = flat / {AT_WORK * others} * {AT_WORK};")
+        self.line(f"const int wide = {many} - band < {AT_WORK} ? {many} - band : {AT_WORK}, rest = flat - band * {others};")
+        self.line(f"const int {near} = (band + rest % wide) * {span}, {far} = rest / wide * {other_span};")
         for var, extent in reversed(self.kernel.grid):
             name = self.names[var] = self.fresh("g")
             self.line(f"const rlx_index {name} = point % {extent};")
@@ -205,8 +208,8 @@ class TensorWriter(PackedCopies, TileEnds):
             with self.scope(["if (threadIdx.x == 0) {"]):
                 with self.scope([f"if ({begun}) {{"]):
                     self.line("rlx_expect(full + s, copied);")
-                    self.right_copies(c)
-                self.bulk_copies(at.sides[0], "a", "row0", t.rows, 0, 0)
+                    (self.left_copies if t.swapped else self.right_copies)(c)
+                (self.right_copies if t.swapped else self.left_copies)(c)
         if at.by_threads:
             for side, o, first, size, start in zip(at.sides, (c.a, c.b), ("row0", "column0"), sizes, starts):
                 if side.tensor is None and self.turn and o is c.b:
@@ -230,7 +233,10 @@ class TensorWriter(PackedCopies, TileEnds):
             with self.scope([f"for (int s = 0, k0 = begin; s < {t.stages} && k0 < end; s++, k0 += {depth(c)}) {{"]):
                 self.line(f"unsigned char* const to = rlx_ring + s * {t.stage};")
                 self.line("rlx_expect(full + s, copied);")
-                self.right_copies(c)
+                (self.left_copies if t.swapped else self.right_copies)(c)
+
+    def left_copies(self, c: Contract) -> None:
+        self.bulk_copies(self.launch.sides[0], "a", "row0", self.launch.tiling.rows, 0, 0)
 
     def right_copies(self, c: Contract) -> None:
         t = self.launch.tiling
