@@ -132,8 +132,8 @@ class TensorWriter(PackedCopies, TileEnds):
         (near, many, span), (far, others, other_span) = sorted(sides, key=lambda side: side[2])
         self.line(f"int point = tile / {many * others};")
         self.line(f"const int flat = tile % {many * others}, band = flat / {AT_WORK * others} * {AT_WORK};")
-        self.line(f"const int wide = {many} - band < {AT_WORK} ? {many} - band : {AT_WORK}, rest = flat - band * {others};")
-        self.line(f"const int {near} = (band + rest % wide) * {span}, {far} = rest / wide * {other_span};")
+        self.line(f"const int high = {many} - band < {AT_WORK} ? {many} - band : {AT_WORK}, rest = flat - band * {others};")
+        self.line(f"const int {near} = (band + rest % high) * {span}, {far} = rest / high * {other_span};")
         for var, extent in reversed(self.kernel.grid):
             name = self.names[var] = self.fresh("g")
             self.line(f"const rlx_index {name} = point % {extent};")
