@@ -149,11 +149,13 @@ def build(
     else:
         ids, count = g.input("tokens", (batch, tokens), "i32"), g.input("count", (), "i32")
     net = _Network(g, config, batch, tokens, config.states(batch, capacity, cache), formats, count, lookahead and tokens == 1)
-    x = net.embed(ids)
+    x, end = net.embed(ids), config.num_hidden_layers - 1
+    # the choices of experts are captured for all tokens
+    early = not all_logits and tokens > 1 and end >= 0 and not (config.experts and end in config.experts.layers)
     for i in range(config.num_hidden_layers):
-        x = net.layer(i, x)
-    if not all_logits:
-        x = ops.gather(x.reshape(batch, tokens, config.hidden_size), count - 1, axis=1)  # [batch, hidden]
+        x = net.layer(i, x, only_last=early and i == end)
+    if not all_logits and not early:
+        x = net.last(x)
     logits = net.logits(net.norm("model.norm", x))
     g.assign(net.states["position"], net.start + count)
     if token is not None and steps is not None:
@@ -178,6 +180,10 @@ class _Network:
         self.start = self.states["position"]
         self.positions = self.start + ops.iota(dims=(tokens,), dtype=DTYPES["i32"])  # [tokens]
         self.angles: dict[Rope, tuple[Value, Value]] = {}
+
+    def last(self, x: Value) -> Value:
+        """x [batch * tokens, width] -> [batch, width]: of the last valid token."""
+        return ops.gather(x.reshape(self.batch, self.tokens, x.shape.static[1]), self.count - 1, axis=1)
 
     # -- pieces with weights
 
@@ -250,14 +256,16 @@ class _Network:
     def logits(self, x: Value) -> Value:
         c = self.config
         y = self.linear("model.embed_tokens" if c.tied else "lm_head", x, c.vocab_size, "lm_head" in c.biases)
-        return _capped(y, c.logit_cap)
+        return ops.tanh(y * (1 / c.logit_cap)) * c.logit_cap if c.logit_cap else y
 
     # -- the block
 
-    def layer(self, i: int, x: Value) -> Value:
+    def layer(self, i: int, x: Value, only_last: bool) -> Value:
+        """`only_last`: for the last valid token, [batch, width]; keys and values are appended of all tokens."""
         c, name = self.config, f"model.layers.{i}"
         normed = self.norm(f"{name}.input_layernorm", x)
-        attended = (self.attention if c.latent is None else self.latent_attention)(i, f"{name}.self_attn", normed)
+        attended = (self.attention if c.latent is None else self.latent_attention)(i, f"{name}.self_attn", normed, only_last)
+        x, normed = (self.last(x), self.last(normed)) if only_last else (x, normed)
         if c.parallel:
             return x + attended + self.mlp(i, f"{name}.mlp", normed)
         if c.post_norms:
@@ -317,42 +325,46 @@ class _Network:
         scores = ops.matmul(x, self.matrix(f"{name}.gate", m.count, x.shape.static[1], packs=False)[0].T).astype("f32")
         return [scores, self.param(f"{name}.gate.bias", (m.count,), "f32")] if m.bias else [scores]
 
-    def attention(self, i: int, name: str, x: Value) -> Value:
-        """Append this chunk's keys and values to the cache, then attend to all of them."""
+    def attention(self, i: int, name: str, x: Value, only_last: bool) -> Value:
+        """Append this chunk's keys and values to the cache, then attend to all of them, from the last token `only_last`."""
         c = self.config
         heads, shared, size = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         widths = (heads * size, shared * size, shared * size)
         parts = self.parts(name, "qkv_proj", ("q_proj", "k_proj", "v_proj"), x, widths, "qkv_proj" in c.biases)
         if c.wide_qk_norm:
             parts = [self.norm(f"{name}.q_norm", parts[0]), self.norm(f"{name}.k_norm", parts[1]), parts[2]]
-        q, k, v = (p.reshape(self.batch, self.tokens, n, size) for p, n in zip(parts, (heads, shared, shared)))
+        parts = [self.last(parts[0]) if only_last else parts[0], *parts[1:]]
+        q, k, v = (p.reshape(self.batch, -1, n, size) for p, n in zip(parts, (heads, shared, shared)))
         if c.qk_norm:
             q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
         if (rope := c.ropes[i]) is not None:
-            q, k = self.rotated(q, rope), self.rotated(k, rope)
+            q, k = self.rotated(q, rope, only_last), self.rotated(k, rope)
         held = [self.appended(f"{kind}.{i}", rows) for kind, rows in (("k", k), ("v", v))]
-        out = self.attend(q.astype("f32").transpose(0, 2, 1, 3), held[0], held[1], c.windows[i])
-        out = out.transpose(0, 2, 1, 3).reshape(self.batch * self.tokens, heads * size)
+        out = self.attend(q.astype("f32").transpose(0, 2, 1, 3), held[0], held[1], c.windows[i], only_last)
+        out = out.transpose(0, 2, 1, 3).reshape(-1, heads * size)
         return self.linear(f"{name}.o_proj", out, c.hidden_size, "o_proj" in c.biases)
 
-    def latent_attention(self, i: int, name: str, x: Value) -> Value:
+    def latent_attention(self, i: int, name: str, x: Value, only_last: bool) -> Value:
         """As `attention`, on latents: one key head of `rank` and `rotated` elements, whose first `rank` are the values."""
         c, m = self.config, self.config.latent
         assert m is not None
-        heads, n, lead = c.num_attention_heads, self.batch * self.tokens, (self.batch, self.tokens)
+        heads, lead = c.num_attention_heads, (self.batch, self.tokens)
         names = ("q_a_proj" if m.q_rank else "q_proj", "kv_a_proj_with_mqa")
         q, kv = self.parts(name, "qkv_a_proj", names, x, (m.q_rank or heads * c.head_dim, m.rank + m.rotated), False)
+        q = self.last(q) if only_last else q
         if m.q_rank:
             q = self.linear(f"{name}.q_b_proj", self.norm(f"{name}.q_a_layernorm", q, m.eps), heads * c.head_dim)
         latent = self.norm(f"{name}.kv_a_layernorm", kv[:, : m.rank], m.eps).reshape(*lead, 1, m.rank)
-        shared, q = kv[:, m.rank :].reshape(*lead, 1, m.rotated), q.astype("f32").reshape(*lead, heads, c.head_dim)
+        shared, n = kv[:, m.rank :].reshape(*lead, 1, m.rotated), q.shape.static[0]
+        q = q.astype("f32").reshape(self.batch, -1, heads, c.head_dim)
         turned = q[..., m.plain :]
         if (rope := c.ropes[i]) is not None:
-            turned, shared = self.rotated(turned, rope), self.rotated(shared, rope)
+            turned, shared = self.rotated(turned, rope, only_last), self.rotated(shared, rope)
         held = self.appended(f"k.{i}", ops.concat(latent, shared.astype("f32"), axis=-1))
         seen = self.by_head(f"{name}.k_b_proj", q[..., : m.plain].transpose(2, 0, 1, 3).reshape(heads, n, m.plain), m.rank)
-        query = ops.concat(seen.reshape(heads, *lead, m.rank), turned.transpose(2, 0, 1, 3), axis=-1).transpose(1, 0, 2, 3)
-        out = self.attend(query, held, held[..., : m.rank], c.windows[i])  # [batch, heads, tokens, rank]
+        query = ops.concat(seen.reshape(heads, self.batch, -1, m.rank), turned.transpose(2, 0, 1, 3), axis=-1)
+        # [batch, heads, tokens or 1, rank]
+        out = self.attend(query.transpose(1, 0, 2, 3), held, held[..., : m.rank], c.windows[i], only_last)
         out = self.by_head(f"{name}.v_b_proj", out.transpose(1, 0, 2, 3).reshape(heads, n, m.rank), m.value)
         return self.linear(f"{name}.o_proj", out.transpose(1, 0, 2).reshape(n, heads * m.value), c.hidden_size)
 
@@ -372,19 +384,19 @@ class _Network:
         self.g.assign(self.states[state], held, in_place=True)
         return held
 
-    def attend(self, q: Value, k: Value, v: Value, window: int) -> Value:
+    def attend(self, q: Value, k: Value, v: Value, window: int, only_last: bool) -> Value:
         c, mask = self.config, "sliding_window" if window else "causal"
         how = {"mask": mask, "window": window, "scale": c.attention_scale, "cap": c.attention_cap}
-        return ops.attention(q, k, v, self.start, positioned=True, **how)
+        return ops.attention(q, k, v, self.start + (self.count - 1) if only_last else self.start, positioned=True, **how)
 
-    def rotated(self, x: Value, rope: Rope) -> Value:
-        """x [batch, tokens, heads, size] with its first pairs rotated by position times frequency: their first elements, their
-        second ones, and the rest."""
+    def rotated(self, x: Value, rope: Rope, only_last: bool = False) -> Value:
+        """x [batch, tokens, heads, size], `only_last`: of one token, with its first pairs rotated by position times frequency:
+        their first elements, their second ones, and the rest."""
         if rope not in self.angles:
             frequencies = rope.far if rope.far and self.states["k.0"].shape.static[2] > rope.trained else rope.frequencies
             angle = self.positions.astype("f32").reshape(self.tokens, 1, 1) * self.g.constant(frequencies, "f32")
             self.angles[rope] = (ops.cos(angle) * rope.scale, ops.sin(angle) * rope.scale)  # each [tokens, 1, pairs]
-        cos, sin = self.angles[rope]
+        cos, sin = (ops.gather(a, self.count - 1, axis=0) if only_last else a for a in self.angles[rope])
         pairs, (*lead, size) = len(rope.frequencies), x.shape.static
         if self.config.interleaved:
             split = x[..., : 2 * pairs].reshape(*lead, pairs, 2)
@@ -394,7 +406,3 @@ class _Network:
         # Adjacent pairs are parted too: queries and keys are permuted alike, and nothing else reads them
         rest = [x[..., 2 * pairs :].astype("f32")] if 2 * pairs < size else []
         return ops.concat(a * cos - b * sin, b * cos + a * sin, *rest, axis=-1)
-
-
-def _capped(x: Value, cap: float) -> Value:
-    return ops.tanh(x * (1 / cap)) * cap if cap else x
