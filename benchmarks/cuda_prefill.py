@@ -7,7 +7,8 @@ cache. torch and JAX keep activations in bf16, rlx keeps the residual in f32. Lo
 the largest difference over the largest logit. Times are medians of wall clock per call, the engines alternate. `replay` is rlx's
 CUDA graph alone; `rlx` copies tokens and logits between host and device as well. torch.compile (max-autotune; the engine
 "default": its default mode) is recorded as one CUDA graph. The share is that of the rate of a product of 8192 x 8192 x 8192 in
-torch, which alternates with them: a GPU at its power limit is slower. TensorRT-LLM and llama.cpp are not run; the last lines say
+torch, which alternates with them: a GPU at its power limit is slower. It counts the products that rlx computes: behind the keys
+and values of the last layer those of one token. TensorRT-LLM and llama.cpp are not run; the last lines say
 whether they are installed.
 """
 
@@ -168,7 +169,9 @@ def calls_of(name: str, tokens: int, layers: int, engines: list[str]) -> tuple[d
         calls["jax"] = jax_call(config, w, ids)
     table = w["model.embed_tokens.weight"].numel()
     work = sum(t.numel() for t in w.values() if t.dim() == 2) - table * (1 if config.tied else 2)
-    return calls, compiled, off, 2 * (tokens * work + table)
+    last = f"model.layers.{config.num_hidden_layers - 1}."
+    of_one = sum(t.numel() for p, t in w.items() if t.dim() == 2 and p.startswith(last) and "qkv_proj" not in p)
+    return calls, compiled, off, 2 * (tokens * (work - of_one) + of_one + table)
 
 
 def main() -> None:

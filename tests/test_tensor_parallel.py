@@ -163,8 +163,10 @@ def test_beams(folder: Any) -> None:
         def decode(self, ids: Any) -> str:
             return " ".join(map(str, ids))
 
+    path = folder("qwen3")  # made before the ranks ask for it
+
     def run(transport: Any) -> Any:
-        model = LanguageModel(folder("qwen3"), capacity=64, options=ONE, transport=transport)
+        model = LanguageModel(path, capacity=64, options=ONE, transport=transport)
         model._codec = Plain()  # type: ignore[assignment]
         return [b.tokens for b in beam_search(model, PROMPT, beams=3, max_new_tokens=8, ends=())]
 
