@@ -390,7 +390,7 @@ def test_a_carried_loop_is_never_run_in_lanes() -> None:
 
 @every_target
 @pytest.mark.parametrize("dtype", STORED, ids=str)
-@pytest.mark.parametrize("stride, offset", [(-1, 36), (2, 0), (3, 5), (0, 4)])
+@pytest.mark.parametrize("stride, offset", [(-1, 36), (2, 0), (3, 11), (0, 4)])
 def test_strides(dtype: DType, stride: int, offset: int, target) -> None:
     size, room = 37, 120
     x, y, i = Buffer("x", dtype, room), Buffer("y", dtype, room, True), Var("i")
@@ -401,6 +401,22 @@ def test_strides(dtype: DType, stride: int, offset: int, target) -> None:
     touched = offset + stride * np.arange(size)
     before[touched] = values[touched]
     same(got, before)
+
+
+@every_target
+@pytest.mark.parametrize("dtype", [u8, bf16, f32, i64], ids=str)
+@pytest.mark.parametrize("stride", [2, 3, 5])
+def test_guarded_lanes_that_are_apart_read_nothing_outside(dtype: DType, stride: int, target) -> None:
+    """What lies between two lanes is read with them, but not beside a lane whose guard is false, all of memory here."""
+    rows, size, front = 3, 37, 5
+    width = (size - front - 3) * stride + 1
+    x, y, on = Buffer("x", dtype, width), Buffer("y", dtype, rows * size, True), Buffer("on", bool_, rows)
+    r, i = Var("r"), Var("i")
+    inside = k.and_(Load(on, r), k.and_(k.le(const(front), i), k.lt(i, const(size - 2))))
+    body = vector(i, size, Store(y, linear([(r, size), (i, 1)]), Load(x, linear([(i, stride)], -front * stride), inside)))
+    values, wanted = sample(dtype, width), np.array([True, False, True])
+    (got,), _ = run(Kernel("apart", (x, on, y), (), ((r, rows),), (body,)), [values, wanted, None], target)
+    same(got.reshape(rows, size), np.where(wanted[:, None], np.pad(values[::stride], (front, 2)), np.zeros(1, dtype.numpy)))
 
 
 @every_target

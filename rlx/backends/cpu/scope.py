@@ -8,7 +8,9 @@ becomes a contiguous vector access.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial, reduce
 
+from rlx.backends.cpu.strided import reads_between, strided
 from rlx.backends.shared.nest import operands, postorder
 from rlx.host import alu
 from rlx.host.emit import Emitter, V, vector
@@ -195,10 +197,18 @@ def access(x: Load | Store, scope: Scope, value: V | None = None) -> V:
         return em.phi((em.const(ty, 0), before), (found, inside)) if value is None else found
     mask, stride = _active(x.guard, scope), _stride(x.index, scope)
     contiguous, backward = stride in (1, -1), range(scope.lanes - 1, -1, -1)
+    outer = [part for part in _parts(x.guard) if scope.spreads(part)] if value is None else []
+    if value is None and not contiguous:
+        if not outer:
+            return _apart(x, stride, mask, ty, scope)
+        ok, before = reduce(partial(em.bin, "and"), [expr(part, scope.scalar) for part in outer]), em.block
+        with em.when(ok):
+            found = _apart(x, stride, mask, ty, scope.child())
+            inside = em.block
+        return em.phi((em.const(ty, 0), before), (found, inside))
     where = address(x.buffer, x.index, scope.scalar) if contiguous else _addresses(x.buffer, x.index, scope)
-    if contiguous and value is None and (outer := [part for part in _parts(x.guard) if scope.spreads(part)]):
-        for part in outer:  # where no lane is on, processors take long for addresses that are not mapped
-            where = em.select(expr(part, scope.scalar), where, scope.pointers[x.buffer])
+    for part in outer:  # where no lane is on, processors take long for addresses that are not mapped
+        where = em.select(expr(part, scope.scalar), where, scope.pointers[x.buffer])
     if stride == -1:  # contiguous from the last lane; the lanes are reversed
         where, mask = em.gep(where, (1 - scope.lanes) * size), mask and em.shuffle(mask, backward)
         value = value and em.shuffle(value, backward)
@@ -212,6 +222,15 @@ def access(x: Load | Store, scope: Scope, value: V | None = None) -> V:
     else:
         found = _masked(where, mask or em.const(vector("i1", scope.lanes), True), contiguous, ty, size, scope, value)
     return em.shuffle(found, backward) if stride == -1 and value is None else found
+
+
+def _apart(x: Load | Store, stride: int | None, mask: V | None, ty: str, scope: Scope) -> V:
+    """A load of lanes that are not adjacent."""
+    em, size = scope.e, x.buffer.dtype.itemsize
+    if stride is not None and reads_between(em, stride, scope.lanes, mask):
+        return strided(em, address(x.buffer, x.index, scope.scalar), stride, ty, size, scope.lanes, mask)
+    every = em.const(vector("i1", scope.lanes), True)
+    return _masked(_addresses(x.buffer, x.index, scope), mask or every, False, ty, size, scope, None)
 
 
 def _parts(guard: Expr | None) -> list[Expr]:
