@@ -239,12 +239,13 @@ class _Integer(PanelProduct):
             with e.loop(0, self.turns // inner, carried=[*of_x, *weights, *totals], nonempty=True) as loop:
                 block = loop.carried[4]
                 numbers = self.numbers(e, block, across)
+                if not across.start:  # once, if a panel is read in parts; so are its turns
+                    self.fetch(e, block, self.p.turns_at)
                 with e.loop(0, inner, carried=[*loop.carried[:4], *loop.carried[5:]]) as turn:
                     here = self.at_turn(e, block, turn.index)
-                    if not across.start:  # once, if a panel is read in parts
-                        self.fetch(e, here)
                     factors, least = self.scales(e, here, numbers, across)
                     lines = self.words(e, here, across)
+                    lines = lines if across.start else self.fetching(e, here, lines)
                     found = self._turn(e, rows, turn.carried[:4], lines, factors, least, turn.carried[4:])
                     turn.next = [e.gep(a, n) for a, n in zip(turn.carried[:4], self.turn_bytes)] + found
                 loop.next = [*turn.results[:4], e.gep(block, self.f.nbytes), *turn.results[4:]]

@@ -120,7 +120,7 @@ class MatrixProduct(PanelProduct):
         at, block = divided(e, turn, self.inner)
         start = step(e, weights, block, self.f.nbytes)
         here, line = self.at_turn(e, start, at), step(e, to, turn, 2 * BLOCK)
-        self.fetch(e, here)
+        self.fetch(e, here, -(-self.f.nbytes * STEP // self.f.block))  # with its share of a block's numbers
         numbers = [[e.select(e.cmp("uno", x, x), math.nan, x) for x in vectors] for vectors in self.numbers(e, start)]
         scales, least = self.scales(e, here, numbers)  # `pairs` rounds: all digits of another NaN would carry into the sign
         shifts = [offsets(e, s, least, self.f.zero) for s in scales]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 
 from rlx.backends.cpu.kernels.module import step
 from rlx.backends.cpu.kernels.product import Product
-from rlx.backends.cpu.kernels.tile import Layout, prefetch
+from rlx.backends.cpu.kernels.tile import LINE, Layout, prefetch
 from rlx.backends.shared.packed import PANEL, STEP, panel
 from rlx.host import math
 from rlx.host.emit import Emitter, V, vector
@@ -158,12 +158,20 @@ class PanelProduct(Product):
                     out = [e.bin("or", a, b) for a, b in zip(out, more)]
                 yield out
 
-    def fetch(self, e: Emitter, turn: V) -> None:
-        """Prefetch what is AHEAD bytes behind this turn, its share of a block's numbers included."""
-        nbytes = -(-self.f.nbytes * STEP // self.f.block)
-        prefetch(e, [e.gep(turn, AHEAD)], nbytes)
+    def fetch(self, e: Emitter, at: V, nbytes: int, part: int = 0, parts: int = 1) -> None:
+        """Prefetch what is AHEAD bytes behind so many bytes of a panel: this part of the lines."""
+        lines = -(-nbytes // LINE)
+        start, stop = (LINE * (n * lines // parts) for n in (part, part + 1))
+        prefetch(e, [e.gep(at, AHEAD + start)], stop - start)
         if fetches_ahead(self.features):
-            prefetch(e, [e.gep(turn, NEAR)], nbytes, level=1)
+            prefetch(e, [e.gep(at, NEAR + start)], stop - start, level=1)
+
+    def fetching(self, e: Emitter, turn: V, words: Iterable[list[V]]) -> Iterator[list[V]]:
+        """The words of a run, with a part of its prefetches beside each of them. All of them at once take every place that a
+        core has for lines on their way, and the loads of the run wait behind them."""
+        for part, vectors in enumerate(words):
+            self.fetch(e, turn, self.p.turn_bytes, part, STEP // 4)
+            yield vectors
 
     def at_turn(self, e: Emitter, block: V, turn: V) -> V:
         return step(e, e.gep(block, self.p.turns_at), turn, self.p.turn_bytes)
