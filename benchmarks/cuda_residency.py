@@ -36,6 +36,7 @@ from rlx.frontends.models.decoder import build
 from rlx.frontends.models.families import config_of
 from rlx.ir.blocks import FORMATS
 from rlx.ir.ops.quant import random_weights
+from rlx.runtime.policies import policy_of
 
 CONTEXT = 1024
 WARM = 20  # steps that are not timed
@@ -75,10 +76,10 @@ def weights(compiled: rlx.CompiledGraph, experts: int, form: str) -> dict[str, A
 
 
 class Model:
-    def __init__(self, layers: int, form: str) -> None:
+    def __init__(self, layers: int, form: str, lookahead: bool) -> None:
         config = config_of({**CONFIG, "model_type": "qwen3_moe", "norm_topk_prob": True, "num_hidden_layers": layers})
         assert config.experts is not None
-        graph = build(config, 1, 1, CONTEXT, form, cache="bf16", steps=())
+        graph = build(config, 1, 1, CONTEXT, form, cache="bf16", steps=(), lookahead=lookahead)
         self.compiled, self.experts = rlx.Session("cuda").compile(graph), config.experts.count
         self._form, program = form, self.compiled.program()
         self._states = [program.buffers[at] for at in program.handles]
@@ -104,7 +105,7 @@ class Model:
 def one_share(layers: int, form: str, share: int, args: Any, first: dict[str, Any]) -> None:
     gc.collect()  # the model before this one
     before, begun = free(), time.perf_counter()
-    model = Model(layers, form)
+    model = Model(layers, form, policy_of(args.policy).guesses)
     count, tiers = model.experts * layers, model.compiled.expert_tiers()
     pool = rlx.ExpertPool(model.compiled, count * share // 100, args.policy) if share < 100 else None
     model.load()

@@ -17,8 +17,18 @@ from rlx.ir.ops.quant import random_weights
 from rlx.runtime import CompiledGraph
 
 
-def block(g: Graph, x: Value, name: str, experts: int, k: int, ffn: int, dtype: str, form: str = "", **route: Any) -> Value:
-    """One layer of experts on x [tokens, width], with its params."""
+def scored(g: Graph, x: Value, name: str, experts: int) -> Value:
+    """The scores of a layer's experts."""
+    made = [p for p in g.params if p.node.name == f"{name}.gate"]
+    gate = made[0] if made else g.param(f"{name}.gate", (experts, x.dims[-1]), "f32")
+    return rlx.astype(x, "f32") @ gate.T
+
+
+def block(
+    g: Graph, x: Value, name: str, experts: int, k: int, ffn: int, dtype: str, form: str = "", then: str | None = None,
+    **route: Any,
+) -> Value:  # fmt: skip
+    """One layer of experts on x [tokens, width], with its params. `then`: the layer whose choice it guesses."""
     tokens, width = x.dims
     many = experts * 2 * ffn, experts * width
     if form:
@@ -28,8 +38,8 @@ def block(g: Graph, x: Value, name: str, experts: int, k: int, ffn: int, dtype: 
     else:
         up = g.param(f"{name}.up", (many[0], width), dtype).reshape((experts, 2 * ffn, width)).transpose(0, 2, 1)
         down = g.param(f"{name}.down", (many[1], ffn), dtype).reshape((experts, width, ffn)).transpose(0, 2, 1)
-    scores = rlx.astype(x, "f32") @ g.param(f"{name}.gate", (experts, width), "f32").T
-    ids, weights = rlx.route(scores, k=k, **route)
+    guess = [] if then is None else [rlx.top_k(scored(g, x, then, experts), k=k)[1].astype("i32")]
+    ids, weights = rlx.route(scored(g, x, name, experts), *guess, k=k, **route)
     order, place, ends = rlx.group_rows(ids.reshape((tokens * k,)), groups=experts)
     rows = rlx.gather(x, order // k)
     hidden = rlx.segment_matmul(rows, up, ends, format=form)
@@ -38,11 +48,15 @@ def block(g: Graph, x: Value, name: str, experts: int, k: int, ffn: int, dtype: 
     return rlx.sum(made.astype("f32") * weights.reshape((tokens, k, 1)), axis=1).astype(x.dtype)
 
 
-def layers(tokens: Any, width: int, ffn: int, experts: int, k: int, dtype: str = "f32", form: str = "", count: int = 1) -> Graph:
+def layers(
+    tokens: Any, width: int, ffn: int, experts: int, k: int, dtype: str = "f32", form: str = "", count: int = 1,
+    lookahead: bool = False,
+) -> Graph:  # fmt: skip
     g = Graph("experts")
     x = g.input("x", (tokens, width), dtype)
     for n in range(count):
-        x = x + block(g, x, f"layer{n}", experts, k, ffn, dtype, form, renormalise=True)
+        then = f"layer{n + 1}" if lookahead and n + 1 < count else None
+        x = x + block(g, x, f"layer{n}", experts, k, ffn, dtype, form, then, renormalise=True)
     g.set_outputs([x])
     return g
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import IntEnum
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -341,6 +341,9 @@ class FakeDriver:
         ticket = self._tickets.get(event, (0, [True]))
         return self._queue(stream, lambda: self._until(*ticket))
 
+    def cuEventQuery(self, event: int) -> tuple[Any, ...]:
+        return (OK if self._tickets.get(event, (0, [True]))[1][0] else Status.CUDA_ERROR_NOT_READY,)
+
     def cuEventSynchronize(self, event: int) -> tuple[Any, ...]:
         self._until(*self._tickets.get(event, (0, [True])))
         return (OK,)
@@ -403,7 +406,7 @@ class FakeDriver:
     def cuLaunchKernelEx(self, config: Any, name: str, values: Any, extra: int) -> tuple[Any, ...]:
         perform = getattr(self, name, None)
         if name == "rlx_log":
-            self.routers = config.gridDimX
+            perform = partial(self.rlx_log, config.gridDimX)
         return self._queue(
             config.hStream, lambda: perform(*values[0]) if perform else self._group(self.kernels[name], list(values[0]))
         )
@@ -461,12 +464,15 @@ class FakeDriver:
         if turns[0] % (slots // 4) == 1:
             words(taken, 1)[0] = turns[0]
 
-    def rlx_log(self, routers: int, turn: int, ring: int, entry: int, entries: int, told: int, halt: int) -> None:
-        if words(halt, 1, np.int32)[0]:
-            return
+    def rlx_log(
+        self, blocks: int, routers: int, turn: int, ring: int, entry: int, entries: int, told: int, halt: int
+    ) -> None:  # fmt: skip
         now, out = words(turn, 1), []
-        for ids, slots, chosen, count, experts in words(routers, 5 * self.routers).reshape(-1, 5).tolist():
+        for ids, slots, wanted, chosen, count, experts in words(routers, 6 * blocks).reshape(-1, 6).tolist():
             found = words(ids, count, np.int32).copy()
+            found[:] = 2**31 - 1 if words(halt, 1, np.int32)[0] else found
+            if wanted:
+                ctypes.memmove(slots, wanted, 4 * experts)
             of = words(slots, experts, np.int32) if slots else np.zeros(experts, np.int32)
             for i in range(chosen):
                 if 0 <= found[i] < experts and of[found[i]] < 0:

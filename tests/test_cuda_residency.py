@@ -5,6 +5,7 @@ With a fake driver (fake_cuda), whose memory that is given back holds garbage, a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,11 @@ from rlx.backends.cuda import backend
 from rlx.backends.cuda.gpu import refusal
 from rlx.backends.cuda.regions import Region
 from rlx.driver.experts import ExpertSource
-from rlx.errors import BindingError, CorruptFileError, InputShapeError, OutOfMemoryError
+from rlx.errors import BindingError, CorruptFileError, IndexRangeError, InputShapeError, OutOfMemoryError
 from rlx.ir.blocks import FORMATS
 from rlx.ir.ops.quant import random_weights
 from rlx.runtime import CompiledGraph
+from rlx.runtime.policies import Hysteresis
 from rlx.runtime.pool import ExpertPool
 
 T, E, K, D, FFN, LAYERS = 3, 8, 2, 64, 32, 2
@@ -242,7 +244,8 @@ def test_a_pool_keeps_its_budget_and_the_bits(policy: str, cuda: object) -> None
     compiled.set_params(params_of(compiled))
     expected = outputs(compiled, 20, tokens=1)
     with ExpertPool(compiled, 6, policy) as pool:
-        assert pool.policy.quotas == [3, 3]  # nothing is set aside for experts in use
+        landing = policy == "predict"  # else nothing is set aside
+        assert pool.policy.quotas == [3 - landing] * 2 and pool.landing == [landing] * 2
         np.testing.assert_array_equal(outputs(compiled, 20, tokens=1), expected)
         for _ in range(5):
             outputs(compiled, 4, tokens=1)
@@ -255,6 +258,123 @@ def test_a_pool_keeps_its_budget_and_the_bits(policy: str, cuda: object) -> None
         if policy in ("lru", "lfu", "hysteresis"):
             assert pool.policy.hits > 0
     np.testing.assert_array_equal(outputs(compiled, 20, tokens=1), expected)
+
+
+# -- guesses of the next layer's experts
+
+GUESSED = 3  # layers
+
+
+def guessing() -> CompiledGraph:
+    g = expert_graphs.layers(1, D, FFN, E, K, count=GUESSED, lookahead=True)
+    compiled = rlx.Session("cuda").compile(g)
+    compiled.set_params(params_of(compiled))
+    return compiled
+
+
+def drifted(count: int) -> list[np.ndarray]:
+    """Inputs of which each is like the one before it."""
+    rng, x, found = np.random.default_rng(2), np.zeros((1, D), np.float32), []
+    for _ in range(count):
+        x = 0.7 * x + rng.standard_normal((1, D), np.float32)
+        found.append(x)
+    return found
+
+
+def test_an_expert_that_was_guessed_is_resident_for_the_next_layer_of_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with installed(FakeDriver(), monkeypatch):
+        compiled, inputs = guessing(), drifted(20)
+        expected = [compiled.run({"x": x})[0] for x in inputs]
+        with ExpertPool(compiled, 4 * GUESSED, "predict") as pool:
+            assert pool.policy.quotas == [3] * GUESSED and pool.landing == [1] * GUESSED
+            for x, y in zip(inputs, expected):
+                compiled.commit_no_wait({"x": x})
+                while pool.tiers.going():  # the pool follows the run: each of its looks lets a command pass
+                    time.sleep(1e-4)
+                compiled.sync_pending()
+                np.testing.assert_array_equal(compiled.read_output_row(0, 0, D), y[0])
+                pool.settle()
+            report, stats = pool.report(), compiled.take_moe_residency_stats()
+        assert report.forwards == 20 and report.uses == 20 * GUESSED * K
+        assert report.hits == report.predicted == stats.resident.experts  # all came in time, and were used where they are
+        late = Hysteresis(pool.layers, pool.budget, tokens=0, lands=True)
+        for x in inputs:
+            compiled.enable_moe_topk_capture(K)
+            compiled.run({"x": x})
+            for layer, ids in enumerate(compiled.take_moe_topk_capture()):
+                late.routed(layer, ids)
+        assert report.hits > late.hits + 10
+
+
+def test_a_guess_that_comes_too_late_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    with installed(FakeDriver(), monkeypatch):
+        compiled, inputs = guessing(), drifted(20)
+        with ExpertPool(compiled, 4 * GUESSED, "predict") as pool:
+            late = Hysteresis(pool.layers, pool.budget, tokens=0, lands=True)
+            for x in inputs:
+                with pool._ready:  # its thread comes when the run has ended
+                    compiled.enable_moe_topk_capture(K)
+                    compiled.run({"x": x})
+                    for layer, ids in enumerate(compiled.take_moe_topk_capture()):
+                        late.routed(layer, ids)
+                pool.settle()
+            report = pool.report()
+        assert report.hits == report.predicted == late.hits
+
+
+def test_only_a_policy_that_reads_ahead_makes_runs_tell_of_each_router(cuda: object) -> None:
+    compiled = guessing()
+    x, rings = drifted(1)[0], list[int]()
+    (expected,) = compiled.run({"x": x})
+    bound = compiled.bound([x])
+    for policy in ("hysteresis", "predict", "lru", "predict"):
+        with ExpertPool(compiled, 4 * GUESSED, policy):
+            for _ in range(3):
+                np.testing.assert_array_equal(bound()[0], expected)
+                np.testing.assert_array_equal(compiled.run({"x": x})[0], expected)
+            with compiled.settled() as executable:
+                rings.append(len(executable.experts.log.rings))
+    assert rings == [1, GUESSED, 1, GUESSED]
+    np.testing.assert_array_equal(bound()[0], expected)
+    stats = compiled.take_moe_residency_stats()
+    assert stats.resident.tokens + stats.offloaded.tokens == (4 * 6 + 1) * GUESSED * K
+
+
+def test_a_pool_that_follows_runs_keeps_its_budget_and_the_bits(cuda: object) -> None:
+    compiled, inputs = guessing(), drifted(10 if cuda else 400)
+    expected = [compiled.run({"x": x})[0] for x in inputs]
+    with ExpertPool(compiled, 4 * GUESSED, "predict") as pool:
+        for x, y in zip(inputs, expected):
+            np.testing.assert_array_equal(compiled.run({"x": x})[0], y)
+            assert all(slots.count <= 4 for slots in pool.tiers.slots.values())  # type: ignore[attr-defined]
+        pool.settle()
+        for layer in range(GUESSED):
+            np.testing.assert_array_equal(pool.tiers.resident(layer), pool.policy.resident[layer])
+        report = pool.report()
+        assert report.uses == len(inputs) * GUESSED * K and 0 < report.hits < report.uses
+        stats = compiled.take_moe_residency_stats()
+        assert report.hits == stats.resident.experts
+
+
+def test_a_run_that_fails_logs_no_choice(cuda: object) -> None:
+    """Rings of routers stay in step: the next run's choices are those of each layer."""
+    g = expert_graphs.layers(1, D, FFN, E, K, count=GUESSED, lookahead=True)
+    g.set_outputs([*g.outputs, rlx.gather(g.input("table", (4,), "f32"), g.input("at", (1,), "i32"))])
+    compiled = rlx.Session("cuda").compile(g)
+    compiled.set_params(params_of(compiled))
+    given = {"x": drifted(1)[0], "table": np.ones(4, np.float32)}
+    with ExpertPool(compiled, 4 * GUESSED, "predict") as pool:
+        for at in (0, 9, 1, 9, 2):
+            if at == 9:
+                with pytest.raises(IndexRangeError):
+                    compiled.run({**given, "at": np.array([at], np.int32)})
+            else:
+                compiled.run({**given, "at": np.array([at], np.int32)})
+            pool.settle()
+        forwards = pool.policy.clock
+        assert all(3 <= n <= 5 for n in forwards) and forwards == sorted(forwards, reverse=True)
+        stats = compiled.take_moe_residency_stats()
+        assert stats.resident.tokens + stats.offloaded.tokens == sum(forwards) * K
 
 
 def test_promotions_beside_runs_never_change_a_result(cuda: object) -> None:

@@ -128,6 +128,15 @@ def test_a_budget_that_does_not_hold_one_layers_experts_names_the_least():
 # -- policies
 
 
+def test_places_for_guessed_experts_to_land_are_within_the_budget():
+    of = [MoELayer("a", 64, 8, 1000), MoELayer("b", 8, 2, 1000)]
+    made = POLICIES["predict"](of, Budget.of(48), tokens=0, lands=True)
+    assert (made.quotas, made.landing) == ([35, 8], [5, 0])  # no expert of the second layer can be missing
+    with pytest.raises(OptionError, match="beside one of each layer: at least 4 experts"):
+        POLICIES["predict"](of, Budget.of(3), tokens=0, lands=True)
+    assert POLICIES["predict"](of, Budget.of(4), tokens=0, lands=True).quotas == [1, 1]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_never_exceeds_its_budget(policy, kind):

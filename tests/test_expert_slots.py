@@ -56,8 +56,11 @@ class TableOfSlots(Slots):
     def tell(self, expert: int) -> None:
         self.table[expert] = int(self.of[expert])
 
-    def left(self) -> None:
+    def left(self, slot: int) -> None:
         """Nothing runs."""
+
+    def ready(self, slot: int) -> bool:
+        return True
 
 
 class HostSlots(SlotTiers):
@@ -65,6 +68,9 @@ class HostSlots(SlotTiers):
         return TableOfSlots(experts)
 
     def wait(self, for_copies: bool) -> None:
+        """Nothing runs."""
+
+    def until(self, reached: Any) -> None:
         """Nothing runs."""
 
     def copying(self, nbytes: int, near: bool) -> Any:
@@ -109,8 +115,8 @@ def test_slots_hold_each_resident_expert_whatever_moves() -> None:
 def test_statistics_are_there_later_if_a_rate_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     tiers, part = HostSlots({}), SlotMemory(4, 4)
     tiers.join("w", 4, 2, [part], Router(lambda: None))
-    tally = Tally(tiers, [Choices(0, 3, (3, 2))])
-    tally.add(np.array([0, 1, 0, 2, IS_FAR + 3, 1], np.int32))
+    tally = Tally(tiers)
+    tally.add(np.array([0, 1, 0, 2, IS_FAR + 3, 1], np.int32), [Choices(0, 3, (3, 2))])
 
     def full(nbytes: int, near: bool) -> Any:
         raise OutOfMemoryError("no room")

@@ -124,9 +124,11 @@ class ExpertLayer:
 
 class Advisor(Protocol):
     """Decides, at the router of each layer, which of the experts that must be read stay resident. `each`: it is asked at every
-    router; else it is asked where an expert must be read, and told of all other choices some time later."""
+    router; else it is asked where an expert must be read, and told of all other choices some time later. `landing`: where no run
+    waits for experts (ExpertTiers.in_place), how many of each layer may come while runs read what has left."""
 
     each: bool
+    landing: Sequence[int]
 
     def routed(
         self, layer: int, ids: np.ndarray, ahead: np.ndarray | None, resident: np.ndarray | None = None
@@ -235,6 +237,10 @@ class ExpertTiers:
         for layer in range(len(self.layers)):
             self.tell_hits(layer)
         self._advisor = advisor
+        self._advised(advisor)
+
+    def _advised(self, advisor: Advisor | None) -> None:
+        """The advisor is another one."""
         self.asking.value = 0 if advisor is None else AT_ONCE if advisor.each else LATER
 
     def drain(self, wait: bool = False) -> None:

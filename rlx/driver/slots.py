@@ -5,6 +5,11 @@ expert, or FAR: then a kernel reads it from a store that has all experts, in mem
 slot beside runs, and then changes the table, between two runs; what leaves is overwritten when the runs queued before have ended.
 Until a first expert leaves, there is no store and no table, and kernels read the experts in order. The device supplies the
 memory (SlotPart, Slots) and a log of what its routers choose, which is read when a run has ended.
+
+An advisor that reads ahead is told while the run goes on: behind each router, the device writes its log and takes over the table
+as the host wants it (`Slots.tell`). So an expert that was guessed, and whose copy has ended by then, is resident for the layer
+behind the next router. Its slot must be free without waiting for the run: a few (`landing`) stay free for that. Results do not
+depend on when a kernel looks: all that the table has said since a run was queued stays true until the run has ended.
 """
 
 from __future__ import annotations
@@ -60,10 +65,11 @@ class SlotPart(Part, Protocol):
 
 
 class Slots(ABC):
-    """Where the experts of a layer are. `of`: the slot of each, FAR if it has none. `count`: slots. `begun`: there is a table."""
+    """Where the experts of a layer are. `of`: the slot of each, FAR if it has none. `count`: slots. `begun`: there is a table.
+    `landing`: slots that there may be beside those of resident experts, for experts that come while runs read what has left."""
 
     def __init__(self, experts: int) -> None:
-        self.of, self.count, self.begun = np.arange(experts, dtype=np.int32), experts, False
+        self.of, self.count, self.begun, self.landing = np.arange(experts, dtype=np.int32), experts, False, 0
         self.parts: list[Any] = []  # SlotPart
 
     @abstractmethod
@@ -72,11 +78,15 @@ class Slots(ABC):
 
     @abstractmethod
     def tell(self, expert: int) -> None:
-        """Write the slot of an expert to the table, between two runs."""
+        """Write the slot of an expert to the table, between two runs, or in front of a layer (see above)."""
 
     @abstractmethod
-    def left(self) -> None:
-        """An expert has left: copies that begin later wait for the runs queued so far."""
+    def left(self, slot: int) -> None:
+        """An expert has left a slot: copies to it that begin later wait for the runs queued so far."""
+
+    @abstractmethod
+    def ready(self, slot: int) -> bool:
+        """Whether no run reads what has left a slot."""
 
     def begin(self) -> None:
         for part in self.parts:
@@ -96,10 +106,29 @@ class Slots(ABC):
 
     def bring(self, experts: Iterable[int]) -> None:
         """Begin the copies of experts to free slots. OutOfMemoryError: there is no room; `drop` takes all of them back."""
-        for expert, slot in zip(experts, np.setdiff1d(np.arange(len(self.of)), self.of).tolist()):
+        for expert in experts:
+            slot = self._next()
             self.of[expert], self.count = slot, max(self.count, slot + 1)
             for part in self.parts:
                 part.bring(expert, slot)
+
+    def _next(self) -> int:
+        """A slot for an expert that comes: if possible one that is ready."""
+        holes = np.setdiff1d(np.arange(self.count), self.of).tolist()
+        ready = next(filter(self.ready, holes), None)
+        if ready is None and len(holes) <= self.landing and self.count < len(self.of):
+            return self.count
+        return holes[0] if ready is None else ready
+
+    def waits(self) -> bool:
+        """Whether the next expert that comes waits for runs that are queued."""
+        return not self.ready(self._next())
+
+    def open(self) -> int:
+        """How many may come at once, each in place of another one."""
+        holes = np.setdiff1d(np.arange(self.count), self.of).tolist()
+        more = min(len(self.of) - self.count, self.landing - len(holes))
+        return sum(map(self.ready, holes)) + max(0, more)
 
     def drop(self, expert: int) -> None:
         """The expert is not resident for runs that are queued from now on."""
@@ -111,9 +140,12 @@ class Slots(ABC):
             return
         resident = np.flatnonzero(self.of != FAR)
         holes = np.setdiff1d(np.arange(len(resident)), self.of)
-        for expert, hole in zip(resident[self.of[resident] >= len(resident)].tolist(), holes.tolist(), strict=True):
+        moves = list(zip(resident[self.of[resident] >= len(resident)].tolist(), holes.tolist(), strict=True))
+        for expert, hole in moves:
             for part in self.parts:
                 part.move(int(self.of[expert]), hole)
+        wait()  # a run that goes on may take over the table at once
+        for expert, hole in moves:
             self._place(expert, hole)
         self.count = len(resident)
         wait()
@@ -122,11 +154,12 @@ class Slots(ABC):
 
     def _place(self, expert: int, slot: int) -> None:
         """Runs that are queued from now on read the expert there; if it fails, or is interrupted, where they did before."""
-        before = self.of[expert]
+        before = int(self.of[expert])
         try:
             self.of[expert] = slot
             self.tell(expert)
-            self.left()
+            if before != FAR:
+                self.left(before)
         except BaseException:
             self.of[expert] = before
             self.tell(expert)
@@ -161,6 +194,7 @@ class SlotTiers(ExpertTiers, ABC):
         self.slots: dict[str, Slots] = {}
         self.lock, self.epoch, self.logs = threading.RLock(), 0, WeakSet[Any]()
         self._draining, self._setting, self._rates = threading.Lock(), False, dict[bool, float]()
+        self._told_early = False  # `eager` as the last graphs know it
 
     @abstractmethod
     def make_slots(self, experts: int) -> Slots: ...
@@ -168,6 +202,10 @@ class SlotTiers(ExpertTiers, ABC):
     @abstractmethod
     def wait(self, for_copies: bool) -> None:
         """For the copies to slots that have begun; else for all runs that are queued."""
+
+    @abstractmethod
+    def until(self, reached: Callable[[], bool]) -> None:
+        """Wait until the host has been told so, or nothing is queued."""
 
     @abstractmethod
     def copying(self, nbytes: int, near: bool) -> Callable[[], object]:
@@ -222,7 +260,7 @@ class SlotTiers(ExpertTiers, ABC):
                 for window in list(at.windows):
                     window.stale()
         super().demote(layer, expert)
-        if slots.free > max(1, at.experts // SPARE) and not self._setting:
+        if slots.free > max(1, at.experts // SPARE) and not (self._setting or self.eager):  # who follows a run waits for none
             self._trim(at)
 
     def _trim(self, at: ExpertLayer) -> None:
@@ -280,6 +318,43 @@ class SlotTiers(ExpertTiers, ABC):
 
     # -- what routers choose
 
+    @property
+    def eager(self) -> bool:
+        """Whether routers that guess tell what they choose while their run goes on."""
+        return self.advisor is not None and self.advisor.each
+
+    def _advised(self, advisor: Any) -> None:
+        super()._advised(advisor)
+        landing = advisor.landing if advisor is not None else [0] * len(self.layers)
+        with self.lock:
+            for at, count in zip(self.layers, landing):
+                self.slots[at.name].landing = count
+            same, self._told_early = self._told_early == self.eager, self.eager
+            if same or not self.epoch:
+                return
+            self.epoch += 1
+        for window in [window for at in self.layers for window in list(at.windows)]:
+            window.stale()
+
+    def slots_at(self, layer: int) -> Slots:
+        return self.slots[self.layers[layer].name]
+
+    def news(self) -> bool:
+        """Whether a router has told what it chose, and the advisor does not know of it."""
+        return any(log.news() for log in list(self.logs))
+
+    def going(self) -> bool:
+        """Whether a run is under way whose routers tell what they choose."""
+        return any(log.inside and log.begun > log.runs for log in list(self.logs))
+
+    def follow(self) -> None:
+        """Wait until a router tells what it chose, or nothing is queued, and tell the advisor."""
+        self.until(self.news)
+        if not self.news():
+            for log in list(self.logs):
+                log.begun = log.runs
+        self.drain()
+
     def tell_hits(self, layer: int) -> None:
         if layer == 0:
             self.drain()
@@ -297,7 +372,8 @@ class SlotTiers(ExpertTiers, ABC):
             self.advisor.queued()
 
     def ran(self, layer: int, ids: np.ndarray, ahead: np.ndarray | None, resident: np.ndarray | None) -> None:
-        """Tell the advisor what a router chose. `resident`: the experts chosen that were resident; None: all."""
+        """Tell the advisor what a router chose, and guessed if that is of use. `resident`: the experts chosen that were
+        resident; None: all."""
         advisor = self.advisor
         if advisor is not None and resident is None and not advisor.each:
             advisor.hits(layer, ids[None])
@@ -322,26 +398,28 @@ class Choices:
 class Tally:
     """Counts of an executable's choices."""
 
-    def __init__(self, tiers: SlotTiers, routers: Sequence[Choices]) -> None:
-        self._tiers, self._routers = tiers, routers
+    def __init__(self, tiers: SlotTiers) -> None:
+        self._tiers = tiers
         self._counts = np.zeros((2, 3), np.int64)  # of the fast and the slow tier: tokens, experts, bytes
 
-    def add(self, record: np.ndarray) -> None:
-        """One run: i32, the numbers of all routers."""
+    def add(self, record: np.ndarray, routers: Iterable[Choices], late: bool = True) -> None:
+        """One run: i32, the numbers of some routers. `late`: the next router has chosen, so that guesses are of no use."""
         at = 0
-        for r in self._routers:
+        for r in routers:
             ids, at = record[at : at + r.size].reshape(r.shape), at + r.size
-            self._add(r.layer, ids[: r.tokens], ids[r.tokens :] if len(ids) > r.tokens else None)
+            self._add(r.layer, ids[: r.tokens], ids[r.tokens :] if len(ids) > r.tokens and not late else None)
 
     def _add(self, layer: int, ids: np.ndarray, ahead: np.ndarray | None) -> None:
         at = self._tiers.layers[layer]
         far = (ids >= IS_FAR) & (ids != NONE)
         ids = np.where(far, ids - IS_FAR, ids)
-        near = np.unique(ids[(ids < at.experts) & ~far])
-        there = int(((ids < at.experts) & ~far).sum()), len(near), len(near) * at.nbytes
-        missing = len(np.unique(ids[far]))
-        self._counts += there, (int(far.sum()), missing, missing * at.nbytes)
-        self._tiers.ran(layer, ids, ahead, near if missing else None)
+        there = (ids < at.experts) & ~far
+        if not (there | far).any():  # behind a failure
+            return
+        near, missing = np.unique(ids[there]), len(np.unique(ids[far]))
+        counted = int(there.sum()), len(near), len(near) * at.nbytes
+        self._counts += counted, (int(far.sum()), missing, missing * at.nbytes)
+        self._tiers.ran(layer, ids, ahead, near if missing or self._tiers.eager else None)
 
     def take(self) -> ResidencyStats:
         """Since the last call. OutOfMemoryError: the device has no room to measure a rate; nothing is lost."""

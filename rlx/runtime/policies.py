@@ -19,6 +19,8 @@ from rlx.runtime.traces import Forward, MoELayer
 
 UNITS = {"B": 0, "KB": 1, "MB": 2, "GB": 3, "TB": 4}
 DEFAULT = "hysteresis"
+LANDING = 8  # see Policy
+Pairs = list[tuple[int, int]]  # (layer, expert)
 WARM_UP = 32  # forwards that a static profile is made from, if none is given
 
 
@@ -90,13 +92,19 @@ class Policy:
 
     def __init__(
         self, layers: Sequence[MoELayer], budget: Budget, refresh: int = 1, profile: Sequence[np.ndarray] | None = None,
-        tokens: int = 1,
+        tokens: int = 1, lands: bool = False,
     ) -> None:  # fmt: skip
         """`refresh`: forwards between changes. `profile`: how often each expert was chosen, per layer: the start; else the first
         experts of each layer are. `tokens`: of the largest forward; 0: experts in use need no memory if they are not
-        resident."""
+        resident. `lands`: an eighth of each quota, where not all experts are resident, is `landing`: memory for guessed experts
+        that come before what they replace can be overwritten. OptionError: the budget is too small for that."""
         self.layers, self.budget, self.refresh = tuple(layers), budget, whole("refresh", refresh, 1)
         self.sizes, self.quotas = budget.sizes(layers), budget.quotas(layers, whole("tokens", tokens, 0))
+        self.landing = [min(x.top_k, max(1, n // LANDING)) * (lands and n < x.experts) for x, n in zip(self.layers, self.quotas)]
+        if lands and any(n <= landing for n, landing in zip(self.quotas, self.landing)):
+            need = Budget(2 * sum(self.sizes), self.budget.in_bytes)
+            raise OptionError(f"a budget of {budget} has no room for guessed experts beside one of each layer: at least {need}")
+        self.quotas = [n - landing for n, landing in zip(self.quotas, self.landing)]
         self.in_use = tokens > 0
         self.clock = [0] * len(self.layers)  # forwards of each layer
         self.uses = self.hits = 0
@@ -109,9 +117,10 @@ class Policy:
             resident[np.argsort(-worth, kind="stable")[:n]] = True
         self.held = sum(n * size for n, size in zip(self.quotas, self.sizes))
 
-    def routed(self, layer: int, chosen: np.ndarray, ahead: np.ndarray | None = None) -> Change:
-        """The router of `layer` chose experts, int [tokens, top_k], and guessed those of the next layer. Numbers that are no
-        experts stand for none. OptionError: the experts in use exceed the budget; then nothing changes."""
+    def routed(self, layer: int, chosen: np.ndarray, ahead: np.ndarray | None = None, most: int | None = None) -> Change:
+        """The router of `layer` chose experts, int [tokens, top_k], and guessed those of the next layer, of which at most `most`
+        can be read before that runs. Numbers that are no experts stand for none. OptionError: the experts in use exceed the
+        budget; then nothing changes."""
         x, resident, size = self.layers[layer], self.resident[layer], self.sizes[layer]
         counts = _counts(chosen, x.experts)
         uses = int(np.count_nonzero(counts))
@@ -135,7 +144,7 @@ class Policy:
                 kept, fetched = self._swap(layer, counts, missing, demoted)
         if ahead is not None and self.guesses and layer + 1 < len(self.layers):
             spare = self.budget.amount - self.held - (misses - len(kept)) * size
-            fetched += self._fetch(layer + 1, _counts(ahead, self.layers[layer + 1].experts), spare, demoted)
+            fetched += self._fetch(layer + 1, _counts(ahead, self.layers[layer + 1].experts), spare, demoted, most)
         return Change(uses, uses - misses, misses * x.nbytes, kept, demoted, fetched, made_room)
 
     def hit(self, layer: int, chosen: np.ndarray) -> int:
@@ -206,7 +215,7 @@ class Policy:
                 self._put(other, expert, False)
                 demoted.append((other, expert))
 
-    def _fetch(self, layer: int, guessed: np.ndarray, spare: int, demoted: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _fetch(self, layer: int, guessed: np.ndarray, spare: int, demoted: Pairs, most: int | None) -> Pairs:
         """The guessed experts to read before their layer runs, each in a free place or in place of one that was not guessed.
         `guessed`: how many tokens want each expert."""
         resident, worth, fetched = self.resident[layer], self.worth[layer], list[tuple[int, int]]()
@@ -214,7 +223,7 @@ class Policy:
         victims = iter(inside[np.argsort(worth[inside], kind="stable")].tolist())
         free = min(self.quotas[layer] - int(resident.sum()), spare // max(1, self.sizes[layer]))
         missing = np.flatnonzero((guessed > 0) & ~resident)
-        for expert in missing[np.argsort(-guessed[missing], kind="stable")].tolist():
+        for expert in missing[np.argsort(-guessed[missing], kind="stable")][:most].tolist():
             if free > 0:
                 free -= 1
             elif (victim := next(victims, None)) is not None:

@@ -3,13 +3,15 @@
 A policy answers each router (rlx.runtime.policies). Missing experts that stay are read once, by the run that needs them. A thread
 in the background, in pairs, demotes experts and fetches others ahead: it makes the tiers equal to the policy's masks, releases
 first. The policy is the simulator's, so that both count the same hits. On a GPU, where kernels read missing experts in place
-(ExpertTiers.in_place), the thread learns of the routers after their run, and promotes all that stay.
+(ExpertTiers.in_place), the thread learns of the routers after their run, and promotes all that stay. A policy that reads ahead
+makes it follow runs that go on: it learns of each router at once, and promotes what was guessed as far as that comes in time
+(Arrivals).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from typing import Any, Protocol, runtime_checkable
 
@@ -39,6 +41,10 @@ class Tiers(Protocol):
     def drain(self, wait: bool = False) -> None: ...
     def promote(self, layer: int, expert: int) -> None: ...
     def demote(self, layer: int, expert: int) -> None: ...
+    def slots_at(self, layer: int) -> Any: ...
+    def news(self) -> bool: ...
+    def going(self) -> bool: ...
+    def follow(self) -> None: ...
     def set(self, masks: Sequence[np.ndarray]) -> None: ...
 
 
@@ -79,6 +85,30 @@ class PoolReport:
         return f"{held}; policy {self.policy}: {rates}, {counted(self.forwards, 'forward')}"
 
 
+class Arrivals:
+    """How many guessed experts of each layer come before it runs, where no run waits for them: as many as came of those that were
+    needed last, and then one more each time. Where none came, one is tried at every RETRY-th forward. `latest`: the layer for
+    which experts were guessed last."""
+
+    RETRY = 16
+
+    def __init__(self, layers: int) -> None:
+        self._most, self._coming, self._since, self.latest = [1] * layers, [frozenset[int]()] * layers, [0] * layers, -1
+
+    def most(self, layer: int) -> int:
+        self._since[layer] += 1
+        return 1 if not self._most[layer] and self._since[layer] % self.RETRY == 0 else self._most[layer]
+
+    def coming(self, layer: int, experts: Iterable[int]) -> None:
+        self.latest, self._coming[layer] = layer, frozenset(experts)
+
+    def router(self, layer: int, used: np.ndarray, there: np.ndarray) -> None:
+        """The layer runs and needs these experts; `there`: which of them were resident."""
+        coming, self._coming[layer] = self._coming[layer], frozenset()
+        if came := [bool(found) for expert, found in zip(used.tolist(), there) if expert in coming]:
+            self._most[layer] = len(coming) + 1 if all(came) else sum(came)
+
+
 class ExpertPool(Shown):
     """Keeps experts of a model resident within a budget. A context manager; `close` ends it, and what is resident stays so."""
 
@@ -103,9 +133,12 @@ class ExpertPool(Shown):
             raise Unsupported("no experts can leave memory: others read their weights too, or they are not apart")
         self.name, self.budget = policy, Budget.of(budget)
         start = _counts_of(profile, self.layers)
-        in_use = whole("tokens", tokens, 1) if not self.tiers.in_place else 0
-        self.policy = policy_of(policy)(self.layers, self.budget, refresh, start, in_use)
+        kind, in_use = policy_of(policy), whole("tokens", tokens, 1) if not self.tiers.in_place else 0
+        self.policy = kind(self.layers, self.budget, refresh, start, in_use, lands=kind.guesses and self.tiers.in_place)
         self.each = self.policy.guesses  # guesses are of use at once, hits are not
+        self.landing, self._follows = self.policy.landing, self.each and self.tiers.in_place
+        self._at_once = self.tiers.in_place and not self._follows  # whether all that come to a layer are promoted together
+        self._arrivals = Arrivals(len(self.layers))
         self._ready = threading.Condition()
         self._thread: threading.Thread | None = None
         self._demote, self._promote = set[int](), set[int]()  # layers with work
@@ -173,13 +206,18 @@ class ExpertPool(Shown):
             used = np.unique(ids)
             used = used[: np.searchsorted(used, len(before))]  # numbers past the last expert are padding
             there = before[used] if resident is None else np.isin(used, resident)
-            change = self.policy.routed(layer, ids, ahead)
+            if self._follows:
+                self._arrivals.router(layer, used, there)
+            most = self._may_come(layer) if self._follows and ahead is not None else None
+            change = self.policy.routed(layer, ids, ahead, most)
             self._uses, self._hits = self._uses + change.uses, self._hits + int(np.count_nonzero(there))
             kept = used[self.policy.resident[layer][used]].tolist()
             if not there.all() and not self.tiers.in_place:
                 self._settle()  # what earlier routers demoted: its memory is needed now
             coming = [x for x, _ in change.fetched]
             if self.tiers.in_place:
+                if guessed := [expert for x, expert in change.fetched if x == layer + 1]:
+                    self._arrivals.coming(layer + 1, guessed)
                 coming += [layer] * bool(change.kept)
             else:
                 self._reading = layer, frozenset(kept)
@@ -192,6 +230,11 @@ class ExpertPool(Shown):
             if change.made_room:
                 self._settle()
             return kept
+
+    def _may_come(self, layer: int) -> int:
+        """Experts of the next layer that can be promoted before it runs."""
+        later = layer + 1
+        return min(self._arrivals.most(later), self.tiers.slots_at(later).open()) if later < len(self.layers) else 0
 
     def hits(self, layer: int, ids: np.ndarray) -> None:
         """Choices, int [forwards, tokens, top_k], that were all resident."""
@@ -256,7 +299,7 @@ class ExpertPool(Shown):
         while."""
         with self._ready:
             while True:
-                if self._told and self._error is None:
+                if (self._told or (self._follows and self.tiers.news())) and self._error is None:
                     self._told, self._releasing = False, True
                     return lambda *_: self.tiers.drain(), 0, [0]
                 while self._demote and self._error is None:
@@ -264,20 +307,35 @@ class ExpertPool(Shown):
                     if going := np.flatnonzero(self.tiers.resident(layer) & ~self.policy.resident[layer]).tolist():
                         self._releasing = True
                         return self.tiers.demote, layer, going
-                while self._promote and self._error is None:
-                    layer = min(self._promote)
-                    coming = np.flatnonzero(self.policy.resident[layer] & ~self.tiers.resident(layer)).tolist()
-                    read_by_run = self._reading[1] if self._reading[0] == layer else ()
-                    if coming := [e for e in coming if e not in read_by_run]:
-                        self._promoting = layer
-                        return self.tiers.promote, layer, coming if self.tiers.in_place else coming[:1]
-                    self._promote.discard(layer)
+                if self._error is None and (found := self._coming()) is not None:
+                    self._promoting, coming = found
+                    return self.tiers.promote, self._promoting, coming if self._at_once else coming[:1]
                 self._ready.notify_all()
+                if self._follows and self._error is None and self.tiers.advisor is self:
+                    if self.tiers.going():
+                        self._releasing = True
+                        return lambda *_: self.tiers.follow(), 0, [0]
+                    if self._promote:  # the run has just ended
+                        continue
                 if not self._ready.wait(IDLE) and not (
                     (self._told or self._demote or self._promote) and self._error is None
                 ):
                     self._thread = None
                     return None
+
+    def _coming(self) -> tuple[int, list[int]] | None:
+        """A layer with experts to read: one for which they were guessed, else the first. While a run is followed, none for which
+        its end must be waited for."""
+        follows = self._follows and self.tiers.going()
+        for layer in sorted(self._promote, key=lambda layer: (layer != self._arrivals.latest, layer)):
+            wanted = np.flatnonzero(self.policy.resident[layer] & ~self.tiers.resident(layer)).tolist()
+            read_by_run = self._reading[1] if self._reading[0] == layer else ()
+            coming = [e for e in wanted if e not in read_by_run]
+            if not coming:
+                self._promote.discard(layer)
+            elif not (follows and self.tiers.slots_at(layer).waits()):
+                return layer, coming
+        return None
 
     def _in_child(self) -> None:
         """In a forked child: the thread does not exist there, and may have held the lock."""

@@ -4,6 +4,7 @@ read through the bus."""
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -99,7 +100,7 @@ class CudaPart(SlotPart):
 
     def bring(self, expert: int, slot: int) -> None:
         self.region.hold((slot + 1) * self.nbytes)
-        self._copy(expert, slot, self.slots.copies())
+        self._copy(expert, slot, self.slots.copies(slot))
 
     def move(self, slot: int, to: int) -> None:
         if self.region.held >= (slot + 1) * self.nbytes:  # else no weights have been set
@@ -114,43 +115,57 @@ class CudaSlots(Slots):
         super().__init__(experts)
         self._memory, self._gpu = memory, memory.gpu
         self.table: Block | None = None
-        self._left = 0  # an event
+        self.wanted = self.of  # once there is a table, in pinned memory: the kernel that logs a router within a run copies it
+        self._left = dict[int, int]()  # by slot: an event
+        weakref.finalize(self, self._gpu.destroy, self._left.values()).atexit = False
 
     def make_table(self) -> None:
-        self._left, self.table = self._gpu.event(), self._memory.allocate(self.of.nbytes)
+        self.wanted = self._gpu.pinned(self.of.nbytes).view(np.int32)
+        self.wanted[:] = self.of
+        self.table = self._memory.allocate(self.of.nbytes)
         self._memory.copy_in(self.table, bytes_of(self.of))
 
     def tell(self, expert: int) -> None:
         if self.table is not None:
+            self.wanted[expert] = self.of[expert]
             place, value = self.table.address + 4 * expert, int(self.of[expert]) & 0xFFFFFFFF
             check(self._gpu.driver.cuMemsetD32Async(place, value, 1, self._gpu.use()), "placing an expert")
 
-    def left(self) -> None:
-        self._gpu.record(self._left, self._gpu.use())
+    def left(self, slot: int) -> None:
+        stream = self._gpu.use()
+        self._left[slot] = self._left.get(slot) or self._gpu.event()
+        self._gpu.record(self._left[slot], stream)
 
-    def copies(self) -> Any:
-        """The stream of copies to slots, which waits for runs that may read what has left."""
+    def ready(self, slot: int) -> bool:
+        return slot not in self._left or self._gpu.has_passed(self._left[slot])
+
+    def copies(self, slot: int) -> Any:
+        """The stream of copies to a slot, which waits for runs that may read what has left it."""
         self._gpu.use()
-        self._gpu.await_event(self._left, self._gpu.beside)
+        if slot in self._left:
+            self._gpu.await_event(self._left[slot], self._gpu.beside)
         return self._gpu.beside
 
 
 class CudaTiers(SlotTiers):
     def __init__(self, memory: CudaMemory, versions: Mapping[str, int]) -> None:
         super().__init__(versions)
-        self._memory = memory
+        self.memory = memory
 
     def make_slots(self, experts: int) -> CudaSlots:
-        return CudaSlots(self._memory, experts)
+        return CudaSlots(self.memory, experts)
 
     def wait(self, for_copies: bool) -> None:
-        gpu = self._memory.gpu
+        gpu = self.memory.gpu
         stream = gpu.use()
         check(gpu.driver.cuStreamSynchronize(gpu.beside if for_copies else stream), "waiting for experts")
 
+    def until(self, reached: Callable[[], bool]) -> None:
+        self.memory.gpu.until(reached)
+
     def copying(self, nbytes: int, near: bool) -> Callable[[], object]:
-        gpu, goal = self._memory.gpu, self._memory.allocate(nbytes)
-        source: Any = self._memory.allocate(nbytes) if near else gpu.pinned(nbytes)
+        gpu, goal = self.memory.gpu, self.memory.allocate(nbytes)
+        source: Any = self.memory.allocate(nbytes) if near else gpu.pinned(nbytes)
         start = source.address if near else source.ctypes.data
         copied = "cuMemcpyDtoDAsync" if near else "cuMemcpyHtoDAsync", goal.address, start, nbytes, gpu.use()
         return lambda keep=(goal, source): (gpu.enqueue(*copied), gpu.wait())

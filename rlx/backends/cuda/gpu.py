@@ -9,7 +9,7 @@ import ctypes
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -33,7 +33,7 @@ FATAL = frozenset({
     "ILLEGAL_ADDRESS", "LAUNCH_FAILED", "LAUNCH_TIMEOUT", "ECC_UNCORRECTABLE", "MISALIGNED_ADDRESS", "HARDWARE_STACK_ERROR",
     "ILLEGAL_INSTRUCTION", "INVALID_PC", "INVALID_ADDRESS_SPACE", "DEVICE_UNAVAILABLE", "CONTEXT_IS_DESTROYED", "UNKNOWN",
 })  # fmt: skip
-DIRECT = {"cuEventRecord": 2, "cuStreamWaitEvent": 3, "cuStreamQuery": 1}  # function -> arguments
+DIRECT = {"cuEventRecord": 2, "cuStreamWaitEvent": 3, "cuStreamQuery": 1, "cuEventQuery": 1}  # function -> arguments
 NOT_READY = 600  # CUDA_ERROR_NOT_READY
 HELD, HELD_BYTES = 64, 1 << 20  # arrays of other libraries, and bytes of one, from which it is asked whether they are still read
 ENTRIES = 12000  # CUDA version of the functions that machine code calls
@@ -107,7 +107,7 @@ class Gpu:
         self._held: list[DeviceArray] = []
         self._staging: Staging | None = None
         self.short: ShortReads | None = None
-        self._record, self._await, self._query = (self.direct(*f) for f in DIRECT.items())
+        self._record, self._await, self._query, self._reached = (self.direct(*f) for f in DIRECT.items())
         self.up: Any = None  # streams for copies from the host, and to it
         self.down: Any = None
         self.beside: Any = None  # for copies of experts, beside runs
@@ -205,10 +205,7 @@ class Gpu:
 
     def idle(self) -> bool:
         """Whether all that was queued has ended. DeviceError: it failed."""
-        status = self._query(int(self.use()))
-        if status != NOT_READY:
-            self.check(status, f"waiting for cuda:{self.index}")
-        return status != NOT_READY
+        return self._over(self._query(int(self.use())))
 
     def hold(self, *arrays: DeviceArray) -> None:
         """Keep memory of other libraries alive until what has been queued so far, which may read it, has ended; if it is little,
@@ -256,6 +253,20 @@ class Gpu:
     def await_event(self, event: Any, stream: Any) -> None:
         """Later commands of the stream wait for the event as it was last recorded."""
         self.check(self._await(int(stream), event, 0), "ordering streams")
+
+    def has_passed(self, event: Any) -> bool:
+        """Whether what was queued in front of an event has ended."""
+        self.use()
+        return self._over(self._reached(event))
+
+    def _over(self, status: int) -> bool:
+        if status != NOT_READY:
+            self.check(status, f"waiting for cuda:{self.index}")
+        return status != NOT_READY
+
+    def destroy(self, events: Iterable[Any]) -> None:
+        for event in events:
+            self.driver.cuEventDestroy(event)
 
     def passed(self, event: Any) -> None:
         """Wait for an event as it was last recorded."""

@@ -16,45 +16,70 @@ from rlx.driver.memory import bytes_of
 from rlx.driver.slots import Choices, Router, Tally
 from rlx.ir.program import BufferDecl, RouterDecl
 
+Routed = Mapping[int, tuple[int, Choices]]  # by the buffer of a router's choices: their address
+
 RUNS, LOGGED = 64, 4 << 20  # runs that wait in a log, at most, and bytes of it unless a single run has more
 
 
-class RouterLog:
-    """A ring in pinned memory of the choices of an executable's runs. `queued`: runs that will log."""
+class LogRing:
+    """A ring in pinned memory of what some routers chose, by run; `told`: runs that are in it or were."""
 
-    def __init__(self, tiers: CudaTiers, memory: CudaMemory, routers: Mapping[int, Choices]) -> None:
-        """`routers`: by the address of their choices."""
-        self._tiers, self._gpu, self.tally = tiers, memory.gpu, Tally(tiers, list(routers.values()))
-        self.queued = self.taken = 0
-        entry = 4 * sum(r.size for r in routers.values())
-        self._room = max(2, min(RUNS, LOGGED // entry))
-        self._ring = self._gpu.pinned(self._room * entry, clear=False).view(np.int32).reshape(self._room, -1)
-        self._told = self._gpu.pinned(64)[:8].view(np.int64)
+    def __init__(self, tiers: CudaTiers, routers: Routed, room: int, inside: bool) -> None:
+        memory, self.routers, self.choices = tiers.memory, routers, [choices for _, choices in routers.values()]
+        entry = 4 * sum(c.size for c in self.choices)
+        self.entries = memory.gpu.pinned(room * entry, clear=False).view(np.int32).reshape(room, -1)
+        self.told = memory.gpu.pinned(64)[:8].view(np.int64)
         rows = []
-        for address, r in routers.items():
-            at = tiers.layers[r.layer]
-            table = tiers.slots[at.name].table  # type: ignore[attr-defined]
-            rows.append((address, table.address if table else 0, r.tokens * r.shape[-1], r.size, at.experts))
-        self._parts, self._turn = memory.allocate(40 * len(rows)), memory.allocate(16)
+        for address, c in routers.values():
+            at = tiers.layers[c.layer]
+            slots: Any = tiers.slots[at.name]
+            table, wanted = (slots.table.address, slots.wanted.ctypes.data) if slots.table else (0, 0)
+            rows.append((address, table, wanted * inside, c.tokens * c.shape[-1], c.size, at.experts))
+        self._parts, self._turn = memory.allocate(48 * len(rows)), memory.allocate(16)
         memory.copy_in(self._parts, bytes_of(np.array(rows, np.int64)))
-        ring, told = self._ring.ctypes.data, self._told.ctypes.data
-        self.blocks, self.arguments = len(rows), [self._parts.address, self._turn.address, ring, entry, self._room, told]
+        ring, told = self.entries.ctypes.data, self.told.ctypes.data
+        self.blocks, self.arguments = len(rows), [self._parts.address, self._turn.address, ring, entry, room, told]
+
+
+class RouterLog:
+    """What an executable's routers choose. They tell together behind the run, or `inside` it, each behind its own launch.
+    `queued`: runs that will log; `begun`: those that have been queued on the device. `taken`: records that are counted."""
+
+    def __init__(self, tiers: CudaTiers, routers: Routed, inside: bool, before: RouterLog | None) -> None:
+        """`before`: the log of earlier runs, whose counts go on."""
+        self._tiers, self.inside = tiers, inside
+        self.tally = before.tally if before else Tally(tiers)
+        self.queued = self.begun = self.taken = 0
+        self.room_of = max(2, min(RUNS, LOGGED // (4 * sum(choices.size for _, choices in routers.values()))))
+        parts = [{buffer: r} for buffer, r in routers.items()] if inside else [routers]
+        self.rings = [LogRing(tiers, part, self.room_of, inside) for part in parts]
+
+    @property
+    def runs(self) -> int:
+        """Of which everything is counted."""
+        return self.taken // len(self.rings)
 
     def room(self) -> None:
         """A run is about to be queued: wait until the log has room for its choices."""
-        self.queued = max(self.queued, self.taken) + 1
-        while self.queued - self.taken > self._room:
-            self._gpu.until(lambda: self._told[0] > self.taken)
-            if self._told[0] == self.taken:  # all that was queued has ended; runs that failed logged nothing
-                self.queued = self.taken + 1
+        self.queued = max(self.queued, self.runs) + 1
+        while self.queued - self.runs > self.room_of:
+            self._tiers.until(self.news)
+            if not self.news():  # all that was queued has ended, and some of it was not started
+                self.queued = self.runs + 1
             self._tiers.drain()
+
+    def news(self) -> bool:
+        run, ring = divmod(self.taken, len(self.rings))
+        return bool(self.rings[ring].told[0] > run)
 
     def drain(self) -> None:
         """Count what has been logged. In one thread at a time."""
-        while self.taken < self._told[0]:
-            record = self._ring[self.taken % self._room].copy()
+        while self.news():
+            run, n = divmod(self.taken, len(self.rings))
+            record = self.rings[n].entries[run % self.room_of].copy()
+            late = n + 1 == len(self.rings) or self.rings[n + 1].told[0] > run
             self.taken += 1
-            self.tally.add(record)
+            self.tally.add(record, self.rings[n].choices, bool(late))
 
 
 class Experts:
@@ -71,27 +96,38 @@ class Experts:
         for router in own.program.routers:
             self.layers.append(self._add(router))
         self._log: RouterLog | None = None
+        self._epoch = 0  # of the log
 
     @property
     def log(self) -> RouterLog | None:
         """None: nothing needs to be counted, as all experts are resident."""
-        if self._log is None and self.tiers.epoch and max(self.layers) >= 0:
-            found, own = dict[int, Choices](), self._own
+        if self._epoch != self.tiers.epoch and max(self.layers) >= 0:
+            if self._log is not None:
+                self.tiers.drain(wait=True)  # what runs write to the log before
+            found, own, inside = dict[int, tuple[int, Choices]](), self._own, False
             for r, layer in zip(own.program.routers, self.layers):
                 if layer >= 0:
-                    found[own.address(r.buffer)] = Choices(layer, r.tokens, own.decls[r.buffer].shape.static)
-            self._log = RouterLog(self.tiers, self._memory, found)
+                    choices = Choices(layer, r.tokens, own.decls[r.buffer].shape.static)
+                    found[r.buffer] = own.address(r.buffer), choices
+                    inside |= self.tiers.eager and r.ahead > 0
+            self._log = RouterLog(self.tiers, found, inside, self._log)
+            self._epoch = self.tiers.epoch
             self.tiers.logs.add(self._log)
         return self._log
 
     @contextmanager
     def queueing(self, whole: bool) -> Iterator[None]:
         """A graph is chosen and queued; `whole`: of a whole run. No table is made meanwhile."""
-        if whole and self.log is not None:
-            self.log.room()
+        first = self.log if whole else None
+        if first is not None:
+            first.room()
         with self.tiers.lock:
+            if (log := self.log if whole else None) is not None and log is not first:
+                log.room()
             yield
-        if whole and self.log is not None:
+            if log is not None:
+                log.begun = log.queued
+        if log is not None:
             self.tiers.queued()
 
     def _add(self, router: RouterDecl) -> int:

@@ -223,13 +223,22 @@ class Replay:
         if self.fed:
             own.support("rlx_feed", 1, own.ring.arguments)
         written: set[int] = set()
+        rings = self._log.rings if self._log is not None else []
+        behind = [self._chosen(ring.routers) for ring in rings]
         for n, (code, steps) in enumerate(self.launches):
             own.launch(code, steps, given=self._given, early=n > 0 or self.fed, written=written)
             written.update(*(step.writes for _, step in steps))
-        if (log := self._log) is not None:
-            own.support("rlx_log", log.blocks, [*log.arguments, own.watch.halt], early=True)
+            for ring in (ring for ring, at in zip(rings, behind) if at == n):
+                own.support("rlx_log", ring.blocks, [*ring.arguments, own.watch.halt], early=True)
         if self._watched:
             own.support("rlx_end", 1, own.end_arguments(), threads=1, early=True)
+
+    def _chosen(self, routers: Collection[int]) -> int:
+        """The launch behind which these routers have chosen, where they tell within the run; else the last."""
+        assert self._log is not None
+        if not self._log.inside:
+            return len(self.launches) - 1
+        return max(n for n, (_, steps) in enumerate(self.launches) for _, step in steps if {*step.writes} & {*routers})
 
 
 def _destroy(gpu: Gpu, graph: Any, functions: Functions) -> None:

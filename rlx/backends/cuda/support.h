@@ -74,22 +74,26 @@ extern "C" __global__ void rlx_tell(
 }
 
 /* A router: its choices, `chosen` of `count` numbers (guesses follow them); the slots of its experts, -1 for those that are not
-   resident, null if all are. */
-struct rlx_router { const int* ids; const int* slots; int64_t chosen, count, experts; };
+   resident, null if all are. `wanted`: memory of the host with these slots, which become so now; null: they change between runs. */
+struct rlx_router { const int* ids; int* slots; volatile const int* wanted; int64_t chosen, count, experts; };
 
 /* Writes what the routers chose to the ring's next entry, with a mark on experts that are not resident, and tells the host. A block
-   for each router. turn: entries ever written, blocks that have ended. */
+   for each router. Behind a failure no expert has been chosen. turn: entries ever written, blocks that have ended. */
 extern "C" __global__ void rlx_log(
     const rlx_router* routers, int64_t* turn, unsigned char* ring, int64_t entry, int64_t entries, volatile int64_t* told,
     const int* halt) {
   rlx_begin();
-  if (*halt) return;
+  const bool failed = *halt;
   const int64_t now = *(volatile int64_t*)turn;
   int* to = (int*)(ring + now % entries * entry);
   for (int r = 0; r < blockIdx.x; r++) to += routers[r].count;
   const rlx_router own = routers[blockIdx.x];
+  if (own.wanted) {
+    for (int64_t i = threadIdx.x; i < own.experts; i += blockDim.x) own.slots[i] = own.wanted[i];
+    __syncthreads();
+  }
   for (int64_t i = threadIdx.x; i < own.count; i += blockDim.x) {
-    const int id = own.ids[i];
+    const int id = failed ? 0x7fffffff : own.ids[i];
     const bool known = i < own.chosen && own.slots && (unsigned)id < own.experts;
     to[i] = known && own.slots[id] < 0 ? id | 1 << 30 : id;
   }

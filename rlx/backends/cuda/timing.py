@@ -26,9 +26,8 @@ class TimedReplay(Replay):
 
     def __init__(self, owner: Owner) -> None:
         super().__init__(owner, owner.run_launches())
-        driver = owner.gpu.driver
-        self._events = [check(driver.cuEventCreate(WITH_TIME), DOING) for _ in range(len(self.launches) + 1)]
-        weakref.finalize(self, _destroy, driver, self._events).atexit = False
+        self._events = [check(owner.gpu.driver.cuEventCreate(WITH_TIME), DOING) for _ in range(len(self.launches) + 1)]
+        weakref.finalize(self, owner.gpu.destroy, self._events).atexit = False
 
     def _launch(self) -> None:
         own = self.owner
@@ -53,11 +52,6 @@ class TimedReplay(Replay):
                 rows.append((commits if number is None else number, place, begin, end))
                 commits += number is None
         return Timeline(0, times[-1], np.array(rows, np.int64).reshape(-1, 4))
-
-
-def _destroy(driver: Any, events: list[Any]) -> None:
-    for event in events:
-        driver.cuEventDestroy(event)
 
 
 def timed(owner: Any) -> tuple[Callable[[], Timeline], Callable[[], None]]:
