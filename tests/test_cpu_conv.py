@@ -300,6 +300,24 @@ def test_groups_of_channels_of_every_dtype(shape: Grouped, dtypes: tuple[DType, 
     np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=digits, atol=8 * digits)
 
 
+@pytest.mark.parametrize("x, w, given", [
+    ((2, 3, 9, 11), (2, 3, 3, 3), {"low": 1, "high": 1}),
+    ((1, 2, 23), (1, 2, 5), {}),
+    ((1, 2, 7, 40), (4, 2, 3, 2), {"strides": 2}),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("dtype", [f32, bf16, i32], ids=str)
+def test_few_results_are_sums_of_lines(x: tuple, w: tuple, given: dict, dtype: DType) -> None:
+    """Lanes of a line of the image, for one channel of the result after the other: neither windows nor products are stored."""
+    g = rlx.Graph("few")
+    g.set_outputs([conv(g.input("x", x, dtype), g.input("w", w, dtype), **given)])
+    kernels = [step.kernel for step in lower(g, with_natives(TARGETS["host"]), rlx.CompileOptions()).steps]
+    (line,) = [one for one in kernels if "mul" in one.name]
+    assert {"mul", "sum"} <= set(line.origin)
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.integers(-9, 9, dims).astype(dtype.numpy) for name, dims in (("x", x), ("w", w))}
+    np.testing.assert_array_equal(rlx.compile(g).run(arrays)[0], evaluate(g, arrays)[0][0])
+
+
 def test_groups_of_channels_in_other_strides() -> None:
     got, want = run_grouped(graph_of(GROUPED[2], (f32, f32), six, turned=True), TARGETS["host"])
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)

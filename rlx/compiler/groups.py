@@ -68,6 +68,17 @@ class Group:
         """The dims without that of the rows."""
         return self.dims[: self.axis] + self.dims[self.axis + 1 :]
 
+    def read_on_the_way(self, values: Sequence[Value]) -> list[Value]:
+        """The values that absorbed pointwise nodes read to compute these, and that this group does not compute."""
+        found, todo, done = list[Value](), list(values), set[Node]()
+        while todo:
+            node = todo.pop(0).node
+            if node in self.absorbed and node.op.kind is Kind.POINTWISE and node not in done:
+                done.add(node)
+                found += [x for x in node.inputs if x.node not in self.forms]
+                todo += node.inputs
+        return found
+
 
 def print_groups(groups: Sequence[Group], graph: Graph) -> str:
     """Text that `parse_groups` reads back."""

@@ -290,11 +290,13 @@ class _Rows:
             if node.op.kind in (Kind.POINTWISE, Kind.REDUCE):
                 across = node.op.kind is Kind.REDUCE and node not in self.reductions  # what it reads may be computed on the way
                 values += [v for v in node.inputs if across or v.node not in self.group.forms]
+                values += self.group.read_on_the_way(node.inputs) if across else []
             for v in values:
                 dims, strides = v.shape.static, self.b.places.locate(v)[1].strides
                 if node.op.reduce is not None and node not in self.reductions and v.node is not node:
-                    facts = node.op.reduce(node.attrs, v.shape)
-                    left = [a for a in range(v.rank) if facts.keepdims or a not in facts.axes]
+                    facts, more = node.op.reduce(node.attrs, node.inputs[0].shape), node.inputs[0].rank - v.rank
+                    dims, strides = (1,) * more + dims, (0,) * more + strides
+                    left = [a for a in range(len(dims)) if facts.keepdims or a not in facts.axes]
                     dims, strides = tuple(1 if a in facts.axes else dims[a] for a in left), tuple(strides[a] for a in left)
                 dropped = self.group.forms[node] == "dropped" and (v.node is node or node.op.kind is Kind.POINTWISE)
                 row = self.axis - len(self.group.dims) + len(dims)  # its axis here, where dims are aligned from the right

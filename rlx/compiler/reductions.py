@@ -12,7 +12,7 @@ from rlx.compiler.compilation import Compilation
 from rlx.compiler.layout import Places
 from rlx.compiler.packing import reduction
 from rlx.ir.graph import Graph, Node, Value, apply, keep
-from rlx.ir.layout import one_stride
+from rlx.ir.layout import is_line, one_stride
 from rlx.ir.op import OPS, Kind
 from rlx.ir.target import Target
 
@@ -29,14 +29,31 @@ def reductions(graph: Graph, compilation: Compilation) -> Graph:
             readers.setdefault(value, set()).add(node)
     outside, places = set(graph.roots()), list[Places]()
 
+    def views(value: Value) -> list[Value]:
+        """The views that this value is computed of on the way, element by element."""
+        found, todo, done = list[Value](), [value], set[Value]()
+        while todo:
+            x = todo.pop()
+            if x.node.op.kind is Kind.VIEW:
+                found.append(x)
+            elif x.node.op.kind is Kind.POINTWISE and x not in done and len(readers[x]) == 1 and x not in outside:
+                done.add(x)
+                todo += [i for i in x.node.inputs if i.rank == x.rank]
+        return found
+
     def apart(node: Node) -> bool:
-        """True if it reduces several axes of a view, such as windows, where axes that would be merged have no common stride."""
+        """True if it reduces several axes of a view, such as windows, where axes that would be merged have no common stride. If
+        the elements are computed of the view, only where results that are adjacent read elements close to each other."""
         source, axes = node.inputs[0], reduction(node).axes
-        if len(axes) == 1 or source.node.op.kind is not Kind.VIEW:
+        if len(axes) == 1 or not (found := views(source)):
             return False
         places[:] = places or [Places(graph)]
-        layout, dims = places[0].locate(source)[1], source.shape.static
-        return not all(one_stride(layout, dims, tuple(run)) for _, run in groupby(range(source.rank), key=axes.__contains__))
+        layouts = [(places[0].locate(v)[1], v.shape.static) for v in found]
+        kept = [axis for axis in range(source.rank) if axis not in axes]
+        if found[0] is not source and not any(is_line(dims[a], layout.strides[a]) for layout, dims in layouts for a in kept):
+            return False
+        runs = [tuple(run) for _, run in groupby(range(source.rank), key=axes.__contains__)]
+        return not all(one_stride(layout, dims, run) for layout, dims in layouts for run in runs)
 
     alone: set[Node] = set()  # new nodes whose original had one reader
 

@@ -12,6 +12,8 @@ from rlx.ir.kernel import Expr, k
 from rlx.ir.shape import contiguous_strides
 from rlx.records import record
 
+LINE, NEAR = 8, 4  # see is_line
+
 
 @record
 class Layout:
@@ -19,6 +21,11 @@ class Layout:
 
     strides: tuple[int, ...]
     offset: int = 0
+
+
+def is_line(size: int, stride: int) -> bool:
+    """Whether vectors along an axis are read as they lie in memory: it has LINE elements or more, at most NEAR apart."""
+    return size >= LINE and 0 < stride <= NEAR
 
 
 def one_stride(layout: Layout, dims: tuple[int, ...], axes: tuple[int, ...]) -> bool:

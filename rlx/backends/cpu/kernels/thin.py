@@ -9,12 +9,13 @@ from __future__ import annotations
 from math import prod
 
 from rlx.ir.graph import HANDLE, INPUT, Node, Value
-from rlx.ir.layout import Layout, one_stride
+from rlx.ir.layout import Layout, is_line, one_stride
 from rlx.ir.op import Contraction, Kind
 from rlx.ir.ops import copy, sum
 from rlx.ir.shape import contiguous_strides
 
 FEW, LONG = 4, 64  # columns for each of which rows are read again, if these are single runs of so many elements
+SEVERAL, READS = 4, 8  # columns for each of which windows are summed along lines of an image; columns times the lanes' distance
 NARROW, WIDE = 8, 64  # at most columns, at least rows of a product that is transposed
 
 
@@ -24,6 +25,8 @@ def split(node: Node) -> Value | None:
     c: Contraction = node.op.contract(node.attrs, a.shape, b.shape)  # type: ignore[misc]
     rows, columns, depth = _size(a, c.a_rows), _size(b, c.b_columns), _size(a, c.a_sum)
     few = columns == 1 or (columns <= FEW and depth >= LONG and _in_line(a, c.a_sum))
+    if 0 < columns <= SEVERAL and _rows_in_lanes(a, c, READS // columns):
+        return _by_row(node, c)
     if depth == 1 or (few and adjacent(a, c.a_sum)):
         return _by_element(node, c)
     if columns <= NARROW and rows >= WIDE and adjacent(a, c.a_rows) and _in_line(a, c.a_sum):
@@ -42,6 +45,28 @@ def _by_element(node: Node, c: Contraction) -> Value:
     right = right if adjacent(right, last) else copy(right)  # type: ignore[assignment]
     made = sum(left.astype(out.dtype.compute) * right.astype(out.dtype.compute), axis=last)
     return made.reshape(out.dims).astype(out.dtype)  # type: ignore[union-attr]
+
+
+def _by_row(node: Node, c: Contraction) -> Value:
+    """The sum of a[batch, 1, rows, depth] * b[batch, columns, 1, depth], transposed: vectors of rows, column by column."""
+    (a, b), out = node.inputs, node.shapes[0]
+    rows, columns, depth = (tuple(v.dims[i] for i in axes) for v, axes in ((a, c.a_rows), (b, c.b_columns), (a, c.a_sum)))
+    lead, last = len(c.a_batch), tuple(range(-len(depth), 0))
+    left = _ordered(a, c.a_batch, c.a_rows + c.a_sum, (*[1] * len(columns), *rows, *depth))
+    right = _ordered(b, c.b_batch, c.b_columns + c.b_sum, (*columns, *[1] * len(rows), *depth))
+    made = sum(left.astype(out.dtype.compute) * right.astype(out.dtype.compute), axis=last)
+    behind = range(lead + len(columns), lead + len(columns) + len(rows))
+    made = made.transpose(*range(lead), *behind, *range(lead, lead + len(columns)))  # type: ignore[union-attr]
+    return made.reshape(out.dims).astype(out.dtype)
+
+
+def _rows_in_lanes(a: Value, c: Contraction, most: int) -> bool:
+    """True for windows, at most so far apart, of an image with few channels, or channels first: rows are lines, no sum is."""
+    real = [axis for axis in c.a_rows if a.dims[axis] != 1]
+    if len(c.a_sum) < 2 or not real or _in_line(a, c.a_sum):
+        return False
+    distance = seen(a)[1].strides[real[-1]]
+    return distance <= most and is_line(a.shape.static[real[-1]], distance)
 
 
 def _transposed(node: Node, c: Contraction) -> Value | None:
