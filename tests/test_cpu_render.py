@@ -407,7 +407,7 @@ def test_strides(dtype: DType, stride: int, offset: int, target) -> None:
 @pytest.mark.parametrize("dtype", [u8, bf16, f32, i64], ids=str)
 @pytest.mark.parametrize("stride", [2, 3, 5])
 def test_guarded_lanes_that_are_apart_read_nothing_outside(dtype: DType, stride: int, target) -> None:
-    """What lies between two lanes is read with them, but not beside a lane whose guard is false, all of memory here."""
+    """Elements between two lanes are read with them, but not beside a lane whose guard is false, all of memory here."""
     rows, size, front = 3, 37, 5
     width = (size - front - 3) * stride + 1
     x, y, on = Buffer("x", dtype, width), Buffer("y", dtype, rows * size, True), Buffer("on", bool_, rows)

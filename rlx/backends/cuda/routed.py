@@ -42,7 +42,7 @@ class LogRing:
 
 
 class RouterLog:
-    """What an executable's routers choose. They tell together behind the run, or `inside` it, each behind its own launch.
+    """The choices of an executable's routers, told together behind the run, or `inside` it, each behind its own launch.
     `queued`: runs that will log; `begun`: those that have been queued on the device. `taken`: records that are counted."""
 
     def __init__(self, tiers: CudaTiers, routers: Routed, inside: bool, before: RouterLog | None) -> None:

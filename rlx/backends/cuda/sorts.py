@@ -97,7 +97,7 @@ class SortWriter(CudaWriter):
         self.line(f"; rlx_merge<{sizes}>(keys, {memory}, (int)part, rlx_counters + line, sort, emit);")
 
     def put(self, value: str, order: str, first: str, end: str) -> None:
-        """What is done with the sorted elements from `first` to `end`; the key of the first one is the first."""
+        """Store the sorted elements from `first` to `end`; the first key is that of the first one."""
         s, to = self.launch.sort, self.name(self.launch.sort.to, "i")
         with self.scope([f"for (rlx_index {to} = {first} + me; {to} < {end}; {to} += {self.launch.team}) {{"]):
             self.line(f"const rlx_key<{value}> key = keys[rlx_spread({to} - {first})];")
