@@ -401,13 +401,13 @@ class CudaWriter(Writer):
 
     def loop(self, s: Loop) -> None:
         if not self.shared:
-            self.in_order(s) if _in_order(s) and (self.launch.shared or self.launch.scratch) else super().loop(s)
+            self.in_order(s) if _only_stores(s) and (self.launch.shared or self.launch.scratch) else super().loop(s)
         elif s.carries and self.launch.part:
             Scan(self, s).write()
         elif self.launch.lanes == 1 and self.launch.parts == 1 and (test := chosen(s)) is not None:
             place(self, s, test)
             self.exchanged(s)
-        elif self.launch.parts == 1 and _in_order(s):
+        elif self.launch.parts == 1 and _only_stores(s):
             with self.scope(["if (me == 0) {"]), self.alone():
                 self.in_order(s)
             self.exchanged(s)
@@ -555,7 +555,7 @@ class CudaWriter(Writer):
         )  # fmt: skip
 
 
-def _in_order(s: Loop) -> bool:
+def _only_stores(s: Loop) -> bool:
     """Whether iterations in order only store: one thread does them faster than a team that waits for it after each."""
     plain = not s.carries and not s.reduces and all(isinstance(x, Let | Check | Store) for x in s.body)
     return plain and not is_shared(s)
