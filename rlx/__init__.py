@@ -10,6 +10,7 @@ even numpy: each name and each subpackage is imported on first use.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -81,10 +82,11 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names.spli
 
 
 def _imported(module: str) -> Any:
-    """Import a module without collecting garbage, which would take a seventh of the time: an import makes hardly any."""
+    """Import a module without collecting garbage, which would take a seventh of the time: an import makes hardly any.
+    One that is there makes none, and Uncollected need not ask whether objects are frozen, which looks at each of them."""
     from rlx.garbage import Uncollected
 
-    with Uncollected(stays=True):
+    with Uncollected(stays=module not in sys.modules):
         return import_module(module)
 
 
@@ -95,10 +97,9 @@ if not TYPE_CHECKING:  # to type checkers, a name that is not imported above is 
             return _imported(f"rlx.{name}")
         if name == "__all__":  # computed when `from rlx import *` asks for it: it needs the op table
             return __dir__()
-        found = None
-        if not name.startswith("_"):
-            homes = [_HOME[name]] if name in _HOME else [t for t in _TABLES if name in _imported(t).__all__]
-            found = getattr(_imported(homes[0]), name, None) if homes else None
+        tables = () if name.startswith("_") else _TABLES  # which Python's own questions, such as __path__, need not import
+        homes = [_HOME[name]] if name in _HOME else [t for t in tables if name in _imported(t).__all__]
+        found = getattr(_imported(homes[0]), name, None) if homes else None
         if found is None:
             raise AttributeError(f"module 'rlx' has no attribute {name!r}")
         globals()[name] = found  # later look-ups do not come here
