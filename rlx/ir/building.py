@@ -73,10 +73,11 @@ class Building:
         self.updates: list[Update] = []  # made by the compiler (rlx/compiler/state.py)
         self.extent: Extent | None = None  # made by the compiler (rlx/compiler/padding.py)
         self._walked: tuple[list[Value], list[Node]] | None = None  # the values that `nodes` began at, and what it found
+        self._named: dict[str | None, Value] = {}  # leaves; made again when their number is another one
 
     def __getstate__(self) -> dict[str, object]:
         """For copies and pickles: nodes first, operands before users, so that the recursion depth stays at one node."""
-        return {"": tuple(self.nodes()), **vars(self), "_walked": None}
+        return {"": tuple(self.nodes()), **vars(self), "_walked": None, "_named": {}}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update({name: value for name, value in state.items() if name})
@@ -107,11 +108,14 @@ class Building:
 
     def _add(self, group: list[Value], op: OpDef, name: str, shape: Shape) -> Value:
         name = utf8(f"{self.name}: an {op.name}'s name must be a non-empty string", name, GraphError, least=1)
-        for other in [leaf for leaf in self.leaves() if leaf.node.name == name]:
+        if len(self._named) != len(self.inputs) + len(self.params) + len(self.handles):
+            self._named = {leaf.node.name: leaf for leaf in self.leaves()}
+        if (other := self._named.get(name)) is not None:
             found = f"the {other.node.op.name} {name!r} ({other.shape})"
             raise DuplicateNameError(f"graph {self.name!r} already has {found}; names are unique")
         value = Value(Node(op, (), LeafAttrs(shape), (shape,), name, caller()))
         group.append(value)
+        self._named[name] = value
         return value
 
     def leaves(self) -> list[Value]:
