@@ -127,8 +127,10 @@ def as_path(path: Any, name: str = "a path") -> str:
     raise OptionError(f"{name} is text or a pathlib.Path, got {path!r:.60}")
 
 
-def check_writable(*paths: Any) -> None:
-    """OptionError, before the work rather than after it, if a file cannot be written there. None: there is no file."""
+def check_writable(*paths: Any, model: Any = None) -> None:
+    """OptionError, before the work rather than after it, if a file cannot be written there, or is one of the model at this path.
+    None: there is no file."""
+    check_apart(model, *paths)
     for path in filter(None, paths):
         folder, why = os.path.dirname(path) or ".", ""
         if not os.path.isdir(folder):
@@ -141,6 +143,19 @@ def check_writable(*paths: Any) -> None:
             raise OptionError(f"cannot write {path}: {why}")
 
 
+WEIGHTS = (".safetensors", ".gguf", ".onnx")  # ends of the names of files that a model's folder may have weights in
+
+
+def check_apart(model: Any, *paths: Any) -> None:
+    """OptionError: a file that is about to be written holds the weights of the model at this path, which would be lost."""
+    if not model or not os.path.exists(model):
+        return
+    own = [f.path for f in os.scandir(model) if f.name.endswith(WEIGHTS) and f.is_file()] if os.path.isdir(model) else [model]
+    for path in map(as_path, filter(None, paths)):
+        if os.path.exists(path) and any(os.path.samefile(path, file) for file in own):
+            raise OptionError(f"cannot write {path}: it is a file of the model {model}, which would be lost; give another name")
+
+
 @contextmanager
 def writing(path: Any) -> Iterator[str]:
     """The path as text. OptionError: it is none; or in place of an OSError, as the file cannot be written."""
@@ -149,6 +164,15 @@ def writing(path: Any) -> Iterator[str]:
         yield found
     except OSError as e:
         raise OptionError(f"cannot write {found!r}: {e.strerror or e}") from e
+
+
+@contextmanager
+def placed_at(path: Any) -> Iterator[None]:
+    """Errors in the contents of a model begin with its path."""
+    try:
+        yield
+    except ModelError as e:
+        raise type(e)(f"{path}: {e}") from None
 
 
 @contextmanager

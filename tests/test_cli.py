@@ -158,7 +158,7 @@ def test_long_input_shows_progress_on_a_terminal_only(tmp_path, capsys, kept):
     ("args", "message"),
     [
         (["embed", "--model", "no/such/folder", "x"], "no/such/folder is not a folder"),
-        (["embed", "--file", "no-such-file.txt"], "No such file or directory: 'no-such-file.txt'"),
+        (["embed", "--file", "no-such-file.txt"], "rlx: no-such-file.txt: No such file or directory\n"),
         (["embed", "x", "--output", "no/such/folder/x.npy"], "no/such/folder/x.npy"),
         (["embed", "x", "--output", "."], "it is a folder"),
         (["embed", "x", "--device", "cudda"], "no device is called 'cudda'; did you mean 'cuda'"),
@@ -337,6 +337,21 @@ def test_folders_and_files_that_refuse_writing_are_found_before_any_file_is_read
         assert exit_code(*line.split()) == 1
         assert capsys.readouterr().err == "rlx: cannot write there: the system permits no writing there\n"
         (tmp_path / "there").touch()
+
+
+@pytest.mark.parametrize("line", [
+    "save MODEL MODEL", "save . a.safetensors", "explain MODEL --output ./MODEL", "embed hi --model . --output a.safetensors",
+    "generate MODEL hi --trace MODEL", "generate . hi --record-experts a.safetensors",
+])  # fmt: skip
+def test_no_output_replaces_the_weights_of_the_model(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("MODEL", "a.safetensors"):
+        (tmp_path / name).write_text("weights")
+    assert exit_code(*line.split()) == 1
+    assert "it is a file of the model" in capsys.readouterr().err
+    assert {file.read_text() for file in tmp_path.iterdir()} == {"weights"}
 
 
 @pytest.mark.parametrize(("line", "code", "says"), [

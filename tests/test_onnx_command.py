@@ -13,6 +13,7 @@ from onnx.reference import ReferenceEvaluator
 
 import rlx
 from rlx.cli.main import run
+from rlx.errors import OptionError
 from rlx.frontends.onnx import OnnxModel, peer
 from tests.onnx_models import parsed
 from tests.test_onnx import RNG, info, linear, model
@@ -124,6 +125,8 @@ def test_options_that_a_model_does_not_have_are_refused(file, tmp_path, capsys):
     saved = "save", file, tmp_path / "net.rlx", "--dim", "n=2"
     assert f"--capacity: {file} is no model of text" in says(capsys, *saved, "--capacity", 9, fails=True)
     assert "--cache: " in says(capsys, *saved, "--cache", "bf16", fails=True)
+    with pytest.raises(OptionError, match="is a file of the model"):
+        rlx.load(file).save(file, {"x": np.ones((2, 4), np.float32)})
     for command in ("bench", "explain"):
         assert "--cache: " in says(capsys, command, file, "--dim", "n=2", "--cache", "bf16", fails=True)
     for command in ("bench", "verify", "explain"):

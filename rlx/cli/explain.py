@@ -54,7 +54,7 @@ def explain(
 
         rlx explain path/to/folder --tokens 128 --context 0 --report report.json
     """
-    check_writable(output, report, trace)
+    check_writable(output, report, trace, model=model)
     from rlx.cli.generate import open_model
     from rlx.cli.run import open_onnx, sizes_of
     from rlx.explain.profile import timed, write_trace

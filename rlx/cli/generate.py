@@ -63,7 +63,7 @@ def generate(
     from rlx.frontends.generate import Generator, prepare
     from rlx.runtime import connect, of_first
 
-    check_writable(trace)
+    check_writable(trace, record_experts, model=model)
     experts = expert_options(expert_budget, expert_policy, expert_profile, record_experts)
     how = answer_options(max_new_tokens, stop, seed, temperature, top_k, top_p, min_p, repetition_penalty)
     transport = connect()  # with several ranks, only the first one prints

@@ -54,7 +54,8 @@ def run(argv: list[str] | None = None) -> None:
     try:
         _with_one(sys.argv[1:] if argv is None else argv)(args=argv, prog_name="rlx")
     except (RlxError, OSError) as e:
-        print(f"rlx: {' '.join(str(e).split())}", file=sys.stderr)
+        said = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename and e.strerror else str(e)
+        print(f"rlx: {' '.join(said.split())}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -104,7 +105,7 @@ def embed(
 
         rlx embed --model path/to/folder --threads 2 --stats "Hello"
     """
-    check_writable(output, trace)
+    check_writable(output, trace, model=model)
     lines = list(texts or []) + (_read_lines(file) if file is not None else [])
     if not lines:
         raise typer.BadParameter("nothing to embed: give texts, or --file", param_hint="TEXT")

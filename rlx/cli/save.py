@@ -42,7 +42,7 @@ def save(
 
         rlx save path/to/folder encoder.rlx --shape 1x16 --shape 8x64 && rlx embed --model encoder.rlx "Hello"
     """
-    check_writable(file)
+    check_writable(file, model=model)
     from rlx.cli.generate import open_model
     from rlx.frontends.hub import model_path
     from rlx.ir.shown import sized

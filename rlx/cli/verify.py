@@ -11,6 +11,7 @@ import typer
 from rlx.cli import options as o
 from rlx.cli.progress import Bars
 from rlx.errors import PlanError, RlxError
+from rlx.ir.shown import counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -182,4 +183,5 @@ def _stored(path: Path) -> None:
     for name in file:
         if faults := program_faults(file[name].program(), replay=False):
             raise PlanError(f"{path}: program {name!r} has a bad plan: {'; '.join(faults)}")
-    print(f"{path}: all checksums are right; {len(file)} memory plans are sound (their kernels are machine code: not compared)")
+    plans = counted(len(file), "memory plan")
+    print(f"{path}: all checksums are right; {plans} checked and sound (kernels are machine code: not compared)")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.errors import CorruptFileError, ModelError, known
+from rlx.errors import CorruptFileError, ModelError, known, placed_at
 from rlx.frontends.gguf import GgufFile, GgufTensor, read_gguf
 from rlx.frontends.hub import model_path
 from rlx.frontends.models.decoder import DecoderConfig, build
@@ -151,7 +151,9 @@ class Checkpoint:
     def _read_folder(self) -> dict[str, GgufTensor]:
         if not self.path.is_dir():
             raise ModelError(f"{self.path} is neither a folder with config.json and model.safetensors nor a .gguf file")
-        self.config = config_of(about := read_json(self.path / "config.json"))
+        about = read_json(self.path / "config.json")
+        with placed_at(self.path):
+            self.config = config_of(about)
         more = about.get("num_nextn_predict_layers")  # layers that predict further tokens, after the network's own
         layers = range(self.config.num_hidden_layers, self.config.num_hidden_layers + more if type(more) is int else 0)
         found: dict[str, GgufTensor] = {}
@@ -171,7 +173,8 @@ class Checkpoint:
         if table is None or len(table.shape) != 2:
             raise ModelError(f"{self.path} has no matrix token_embd.weight: it is no language model, or a part of one")
         names = {param_name(n, "") for n in tensors}
-        self.config = config_of_gguf(file.metadata, names, table.shape[0], None if factors is None else factors.data)
+        with placed_at(self.path):
+            self.config = config_of_gguf(file.metadata, names, table.shape[0], None if factors is None else factors.data)
         return {param_name(n, self.config.family): t for n, t in tensors.items()}
 
     # -- the params of the network

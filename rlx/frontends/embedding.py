@@ -31,7 +31,8 @@ from rlx.runtime import CompiledGraph, CompileOptions, ParamStore, Session, Symm
 from rlx.runtime.session import with_more
 
 from rlx.errors import (  # isort: skip
-    CorruptFileError, InputDTypeError, ModelError, OptionError, Unsupported, called, flag, items, known, reading, whole,
+    CorruptFileError, InputDTypeError, ModelError, OptionError, Unsupported, called, check_apart, flag, items, known, placed_at,
+    reading, whole,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -174,6 +175,8 @@ class EmbeddingModel(Shown):
         checksums, and a load reads them."""
         from rlx.runtime.saving import save  # not needed by most programs
 
+        check_apart(self.folder, path)
+
         longest = self.max_length
         lengths = (*(n for n in SAVED_LENGTHS if n < longest), longest)
         said = f"shapes are a list of (rows, tokens), of 1 to {longest} tokens"
@@ -282,7 +285,9 @@ def _read_config(folder: Path) -> bert.BertConfig:
     config = read_json(folder / "config.json")
     if (family := config.get("model_type")) not in ENCODERS:
         raise ModelError(f"{folder}: model_type {family!r} is not an encoder; supported: {known(ENCODERS)}")
-    return bert.BertConfig.parse(config, *read_pooling(folder))
+    pooling = read_pooling(folder)
+    with placed_at(folder):
+        return bert.BertConfig.parse(config, *pooling)
 
 
 def read_pooling(folder: Path) -> tuple[str, bool]:

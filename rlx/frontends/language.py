@@ -34,7 +34,7 @@ from rlx.runtime.session import with_more
 
 from rlx.errors import (  # isort: skip
     BindingError, CorruptFileError, IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError, Unsupported,
-    called, flag, items, known, reading, whole,
+    called, check_apart, flag, items, known, reading, whole,
 )  # fmt: skip
 from rlx.runtime import (  # isort: skip
     CompiledGraph, CompileOptions, ExpertPool, ExpertTiers, HandleStore, ParamStore, Partitioned, Session, SymmetricTransport,
@@ -253,6 +253,7 @@ class LanguageModel(Shown):
         `sizes`: tokens of a chunk to compile, 1 included; None: all that the capacity holds. `sampling`: settings to compile for;
         after a load, other values of the same fields can be used. Temperature 0 is always there. `weights` False: the file names
         the model's weight files, with their checksums, and a load reads them."""
+        check_apart(self.path, path)
         ladder = tuple(n for n in self.ladder if n <= self.capacity)
         if sizes is not None:
             given = {whole("a size", n) for n in items(f"sizes are some of {known(ladder)}", sizes, OptionError)}

@@ -126,6 +126,8 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _parse(text: bytes, label: str, kind: type, hook: Callable[..., Any] | None = None) -> Any:
     try:
         parsed = json.loads(text.decode("utf-8"), object_pairs_hook=hook)
+        if b"\\ud" in text.lower():  # perhaps half of a character, which no text can hold
+            json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:
         raise CorruptFileError(f"{label} is not valid JSON ({e})") from None
     if not isinstance(parsed, kind):

@@ -18,6 +18,7 @@ from rlx.ir.ops.rules import static_dim
 from rlx.ir.shape import DimLike
 from rlx.records import record
 
+MOST_LAYERS = 1000  # of a configuration that can be meant
 ACTIVATIONS: dict[str, Callable[[Value], Value]] = {
     "gelu": lambda x: ops.gelu(x),
     "gelu_new": lambda x: ops.gelu(x, approximate="tanh"),
@@ -49,8 +50,9 @@ class BertConfig:
     def __post_init__(self) -> None:
         for name in [f.name for f in fields(self) if f.type == "int" and f.name != "pad_token_id"]:
             value = getattr(self, name)
-            if type(value) is not int or not 1 <= value < 2**31:
-                raise CorruptFileError(f"config.json: {name} must be a positive size, got {value!r}")
+            most = MOST_LAYERS if name == "num_hidden_layers" else 2**31 - 1
+            if type(value) is not int or not 1 <= value <= most:
+                raise CorruptFileError(f"config.json: {name} must be a positive size, at most {most}, got {value!r:.80}")
         if type(pad := self.pad_token_id) is not int or not 0 <= pad < self.vocab_size:
             raise CorruptFileError(f"config.json: pad_token_id must be an id below vocab_size={self.vocab_size}, got {pad!r}")
         if self.hidden_size % self.num_attention_heads:

@@ -13,7 +13,7 @@ import onnx
 
 from rlx.errors import (  # isort: skip
     BindingError, InputDTypeError, InputShapeError, MissingInputError, ModelError, UnknownNameError, Unsupported,
-    known, whole,
+    check_apart, known, whole,
 )  # fmt: skip
 from rlx.forks import Lock
 from rlx.frontends.onnx.call import flat, is_text
@@ -134,6 +134,7 @@ class OnnxModel(Shown):
     def save(self, path: str | PathLike[str], inputs: Mapping[str, Any], weights: bool = True) -> int:
         """Write the executable for such inputs to an artifact, for rlx.load. Returns its size in bytes. Outputs whose size
         depends on data are whole there, beside their counts. Unsupported: an output is text."""
+        check_apart(self._source.path, path)
         with self._lock:
             found = self._get(self._given(inputs))
         if text := [o.name for o, tree in zip(self._outputs, found.outputs) if any(is_text(x) for _, x in flat("", tree))]:
