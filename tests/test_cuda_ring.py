@@ -124,6 +124,19 @@ def test_blocks_are_launched_so_that_they_spread():
     assert 2 * (ALONE + each) > whole >= LONG + late + 2 * each
 
 
+@pytest.mark.parametrize(
+    ("shape", "how", "found"),
+    [((1, 4096, 1024), {}, True), ((1, 1001, 2048), {"weights": "f16"}, True), ((1, 1024, 3072), {"added": True}, True),
+     ((2, 4096, 1024), {}, False), ((1, 4096, 1024), {"left": "f32"}, False), ((1, 4096, 1024), {"weights": "f32"}, False),
+     ((1, 4096, 1032), {}, False), ((1, 4096, 14336), {}, False), ((1, 7, 640), {}, False)],
+)  # fmt: skip
+def test_tensor_cores_multiply_one_row_in_the_dtype_of_the_weights(shape, how, found):
+    at = launch_of(kernel(product(*shape, **how)))
+    assert isinstance(at, RingLaunch) and at.tensor == found
+    called = text_of(at, "k").rpartition('extern "C"')[2]
+    assert ("rlx_ring_tensor<" in called, "rlx_ring_sums<" in called) == (found, not found)
+
+
 def test_a_smaller_gpu_gets_as_many_blocks_as_it_runs_at_once():
     assert launch_of(kernel(product(1, 4096, 1024)), "sm_90a", 114).blocks == 114
 
@@ -163,6 +176,9 @@ CASES = {
     **{f"{n} by {k}": (1, n, k, {}) for n, k in [*SIZES[:-3], *OTHERS]},
     "two rows": (2, 1001, 1024, {"norm": True, "added": True}),
     "three rows of f16": (3, 515, 2048, {"weights": "f16", "added": True}),
+    "f16": (1, 515, 2048, {"weights": "f16", "norm": True, "added": True}),
+    "three runs of a row": (1, 1001, 3072, {"added": True}),
+    "four runs of a row": (1, 1001, 8192, {"norm": True}),
     "f32": (1, 1001, 1028, {"weights": "f32", "norm": True}),
     "f32, many": (2, 40000, 256, {"weights": "f32", "added": True}),
     "f8e4m3": (1, 1001, 4096, {"weights": "f8e4m3", "left": "bf16", "added": True}),

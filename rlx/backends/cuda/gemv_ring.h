@@ -95,6 +95,64 @@ RLX_FN void rlx_ring_sums(
     if (lane % (32 / ALL) == 0 && e < EACH) sums[(warp % WARPS * SPAN + column + own) * M + e] = all;
   }
 }
+/* The elements of x that a lane multiplies, of a run of which a lane has SIZE: those of two chunks of 8, as pairs. Lane 4 * g + t has
+   part g % (SIZE / 2) of its warp's elements of a column, and there chunks t and t + 4, in turn with its neighbours, so that eight lanes
+   read different banks of shared memory. */
+template <bool F16, int SIZE> RLX_FN void rlx_ring_spread(uint2 (&pairs)[4], const float (&x)[SIZE], int lane) {
+  const int g = lane / 4, t = lane % 4;
+  uint32_t own[SIZE / 2], got[2];
+  #pragma unroll
+  for (int n = 0; n < SIZE / 2; n++) own[n] = rlx_near_pair<F16>(x[2 * n], x[2 * n + 1]);
+  #pragma unroll
+  for (int n = 0; n < 8; n++) {
+    const int chunk = g % (SIZE / 2) * 8 + (n / 4 * 4 + t ^ g % 2 * 4), from = chunk * (8 / SIZE) + n % 4 / (SIZE / 2);
+    got[n % 2] = __shfl_sync(0xffffffffu, own[n % (SIZE / 2)], from);
+    if (n % 2) pairs[n / 2] = make_uint2(got[0], got[1]);
+  }
+}
+
+/* The same for one row in the dtype of the weights, on tensor cores. Rows g and g + 8 of their left operand are the lanes' parts of
+   columns g / PARTS and, half of a piece on, of another one; column g of the right operand has the elements of x for these, so that sums
+   stand on two diagonals of the result. */
+template <int SLOTS, int COLUMNS, int SPAN, bool F16, int AHEAD, int SIZE> RLX_FN void rlx_ring_tensor(
+  const unsigned char* ring, uint64_t* filled, uint64_t* used, int& place, int& phase, const float (&x)[1][AHEAD][SIZE], int count,
+  float* sums
+) {
+  constexpr int RUN = 8 * 32 * SIZE * 2, PARTS = SIZE / 2, HALF = COLUMNS / 2;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  uint2 pairs[AHEAD][4];
+  #pragma unroll
+  for (int q = 0; q < AHEAD; q++) rlx_ring_spread<F16>(pairs[q], x[0][q], lane);
+  const unsigned char* const own = ring + g / PARTS * RUN + warp * (RUN / 8) + g % PARTS * 128;
+  const int chunks[2] = {(t ^ g % 2 * 4) * 16, (t + 4 ^ g % 2 * 4) * 16};
+  #pragma unroll 1
+  for (int column = 0; column < count; column += COLUMNS) {
+    float sum[2][4] = {};
+    #pragma unroll
+    for (int q = 0; q < AHEAD; q++) {
+      rlx_ring_await(filled + place, phase);
+      uint4 w[2][2];
+      #pragma unroll
+      for (int i = 0; i < 2; i++)
+        #pragma unroll
+        for (int half = 0; half < 2; half++) w[i][half] = *(const uint4*)(own + (place * COLUMNS + half * HALF) * RUN + chunks[i]);
+      #pragma unroll
+      for (int i = 0; i < 2; i++) {
+        rlx_multiply<F16>(sum[0], w[i][0].x, w[i][1].x, w[i][0].y, w[i][1].y, pairs[q][2 * i]);
+        rlx_multiply<F16>(sum[1], w[i][0].z, w[i][1].z, w[i][0].w, w[i][1].w, pairs[q][2 * i + 1]);
+      }
+      rlx_ring_leave(used + place, lane);
+      if (++place == SLOTS) place = 0, phase ^= 1;
+    }
+    #pragma unroll
+    for (int half = 0; half < 2; half++) { /* lane 4 * g + g / 2 has the sum of row g */
+      float all = g % 2 ? sum[0][2 * half + 1] + sum[1][2 * half + 1] : sum[0][2 * half] + sum[1][2 * half];
+      all += rlx_from(all, 32, 4);
+      if (PARTS == 4) all += rlx_from(all, 32, 9);
+      if (t == g / 2 && g % PARTS == 0) sums[warp * SPAN + column + half * HALF + g / PARTS] = all;
+    }
+  }
+}
 /* A sum of WARPS warps, whose parts are PITCH numbers apart. */
 template <int WARPS, int PITCH> RLX_FN float rlx_ring_total(const float* sums) {
   float all = *sums;

@@ -19,7 +19,7 @@ from rlx.backends.cuda.gemv import GemvLaunch, GemvWriter, contract_of, loops_of
 from rlx.backends.cuda.rows import Row, key_of, own_locals, repeated
 from rlx.backends.cuda.schedule import ALONE, BESIDE, COPIED, LONG, MULTIPROCESSORS, busy_points
 from rlx.backends.cuda.vectors import aligned, loads
-from rlx.ir.dtype import f32, index_
+from rlx.ir.dtype import bf16, f16, f32, index_
 from rlx.ir.kernel import Computed, Contract, Kernel, Loop, Native, Operand, Sort, Stmt, Var, walk
 from rlx.records import record
 
@@ -31,6 +31,7 @@ MOST_COLUMNS, PIECE_BYTES = 8, 16 << 10  # of a warp at a time; of a slot of the
 MOST_SLOTS, WINDOW_BYTES = 16, (48 << 10, 64 << 10)  # of the ring; in flight, of long products the latter
 EARLY = 1  # pieces in flight until earlier kernels have ended
 LONG_BYTES = 128 << 10  # of a block, from which on a product is long
+MOST_TENSOR = 4  # runs of a row that a thread keeps for tensor cores
 KEPT, FETCHED = 64, 64  # elements of the left operand that a thread keeps; of rows that it loads before it uses the first
 FINISHED, RESERVED = 256, 256  # sums that meet at once; bytes of what is declared besides
 # of loads of so many elements; the loss by more copies where warps take different columns
@@ -83,6 +84,13 @@ class RingLaunch(GemvLaunch):
     def own(self) -> int:
         """Columns of weights of a block, at most."""
         return -(-self.contract.n // self.each) * self.both
+
+    @property
+    def tensor(self) -> bool:
+        """Tensor cores multiply: one row in the dtype of the weights, by whole runs that all warps share."""
+        c, w = self.contract, _weights(self.contract)
+        fits = self.warps == WARPS and self.columns * self.size == LANES and c.k == self.ahead * self.run
+        return fits and c.m == 1 and self.ahead <= MOST_TENSOR and c.a.dtype == w.dtype and w.dtype in (bf16, f16)
 
     @property
     def sums(self) -> int:
@@ -189,7 +197,8 @@ class RingWriter(AheadWriter, GemvWriter):
             return super().statement(s)
         at, m, b = self.launch, self.limit(s.i, s.m) or str(s.m), _weights(s)
         self.stage(s)
-        self.declare_wide(b, at.size)
+        if not at.tensor:
+            self.declare_wide(b, at.size)
         self.line("int place = 0, phase = 0;")
         span = at.span // at.both
         head = f"for (int at = first; at < last; at += {span}) {{"
@@ -197,9 +206,14 @@ class RingWriter(AheadWriter, GemvWriter):
             self.line(f"const int end = last - at < {span} ? last : at + {span};")
             self.line("if (at > first) rlx_sync<256>();  // the sums in front have been read")
             self.load_ahead(s, f"threadIdx.x < (end - at) * {s.m}", self.place)
-            how = f"{at.slots}, {at.columns}, {at.warps}, {s.k}, {at.span}, {CUDA.element(b.dtype)}"
             count = f"(end - at) * {at.both}" if at.both > 1 else "end - at"
-            self.line(f"rlx_ring_sums<{how}>(rlx_shared, filled, used, place, phase, x, wide, {count}, sums, me);")
+            given = "rlx_shared, filled, used, place, phase, x"
+            if at.tensor:
+                how = f"{at.slots}, {at.columns}, {at.span}, {str(b.dtype == f16).lower()}"
+                self.line(f"rlx_ring_tensor<{how}>({given}, {count}, sums);")
+            else:
+                how = f"{at.slots}, {at.columns}, {at.warps}, {s.k}, {at.span}, {CUDA.element(b.dtype)}"
+                self.line(f"rlx_ring_sums<{how}>({given}, wide, {count}, sums, me);")
             self.line("rlx_sync<256>();")
             row = f" && threadIdx.x % {s.m} < {m}" * (m != str(s.m))
             with self.scope([f"if (threadIdx.x < (end - at) * {s.m} && !halted{row}) {{"]):
