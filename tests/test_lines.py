@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlx
+from rlx.backends import get
 from rlx.backends.cpu.index_split import parts
 from rlx.backends.cpu.render import render
 from rlx.backends.cpu.scope import Scope
 from rlx.backends.cpu.target import host_target, target_for
+from rlx.backends.cpu.updates import updated_in_place
 from rlx.backends.ref.interpret import run_kernel
 from rlx.backends.shared.lines import in_loops
 from rlx.compiler import lower
@@ -313,6 +315,35 @@ def test_rows_are_sorted_by_every_schedule(dtype: str) -> None:
     c._executable.poison()  # type: ignore[attr-defined]
     for found, want in zip(c.run(inputs), evaluate(g, inputs)[0], strict=True):
         assert found.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("mode", ["add", "replace", "mul"])
+def test_scatters_update_their_result(mode: str) -> None:
+    """Few columns with indices of their own; a narrow dtype, which is rounded once; one line; fewer lines of updates; as many
+    updates as elements, whose memory the result may take, so that it is not copied before they are read."""
+    g, inputs, target = rlx.Graph("few"), {}, get("cpu").target(threads=2)
+    outputs: list[rlx.Value] = []
+    kinds = ["f32", "bf16", "f64", "f32", "f32"]
+    dims = [(3, 90, 4), (40, 6, 5), (4000,), (8, 20, 3), (2, 5, 3)]
+    some = [(3, 8, 4), (30, 9, 5), (9,), (5, 3, 3), (2, 5, 3)]
+    for n, kind in enumerate(kinds):
+        axis, number = len(dims[n]) // 2, rlx.as_dtype(kind).numpy
+        inputs |= {f"x{n}": RNG.integers(-3, 4, dims[n]).astype(number), f"u{n}": RNG.integers(1, 3, some[n]).astype(number)}
+        inputs[f"at{n}"] = RNG.integers(0, dims[n][axis], some[n])
+        x, at, u = (g.input(name, inputs[name].shape, inputs[name].dtype) for name in (f"x{n}", f"at{n}", f"u{n}"))
+        outputs.append(rlx.scatter_elements(x if n else x + 1.0, at, u, axis=axis, mode=mode))
+    g.set_outputs(outputs)
+    steps = lower(g, target, rlx.CompileOptions(threads=2)).steps
+    kernels = [step.kernel for step in steps if step.kernel.locals]
+    copied = [n for n, kernel in enumerate(kernels) if updated_in_place(kernel, target).locals]
+    assert copied == ([4] if mode == "replace" else [1, 4])
+    for threads in (1, 2):
+        c = rlx.Session().compile(g, rlx.CompileOptions(threads=threads))
+        c._executable.poison()  # type: ignore[attr-defined]
+        for found, want in zip(c.run(inputs), evaluate(g, inputs)[0], strict=True):
+            np.testing.assert_array_equal(found, want)
+    with pytest.raises(rlx.errors.IndexRangeError):
+        c.run(inputs | {"at0": inputs["at0"] - 91})
 
 
 @pytest.mark.parametrize("mode", ["add", "replace", "max"])

@@ -23,6 +23,7 @@ from rlx.backends.cpu.loops import (  # isort: skip
 )  # fmt: skip
 from rlx.backends.cpu.scope import Prefetch, Scope, expr, limit_of
 from rlx.backends.cpu.transpose import Crossing, collapsed, crossing, emit_tiles
+from rlx.backends.cpu.updates import updated_in_place
 from rlx.backends.shared.nest import distinct, nested, stores
 from rlx.backends.shared.rounding import in_fewer
 from rlx.host.emit import STREAMS, Emitter, V
@@ -30,7 +31,7 @@ from rlx.host.processor import fetches_ahead
 from rlx.records import record
 
 from rlx.ir.kernel import (  # isort: skip
-    Buffer, Contract, Kernel, Load, Local, Loop, Native, Operand, Stmt, Var, coefficient, expressions, loaded_buffers,
+    Buffer, Contract, Kernel, Load, Local, Loop, Native, Operand, Stmt, Var, coefficient, expressions, loaded_buffers, walk,
 )  # fmt: skip
 from rlx.ir.target import Target
 
@@ -49,14 +50,14 @@ Limits = Sequence[V | None]  # the active extent of each dimension; None: all of
 
 def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int] = DEFAULT_TILING) -> Rendered:
     """The kernel as one LLVM module that defines `symbol` (ABI: rlx.host.emit.Rendered). `tiling`: see `axes`."""
-    kernel = in_fewer(kernel)
+    kernel = in_fewer(updated_in_place(kernel, target))
     module = _module(next(iter(kernel.body), None))
     return (module.render if module else _render_loops)(kernel, target, symbol, tiling)
 
 
 def axes(kernel: Kernel, target: Target) -> dict[str, tuple[int, ...]]:
     """The tuning parameters of the kernel's code: name -> values, the default first. None of them changes a result."""
-    kernel = in_fewer(kernel)
+    kernel = in_fewer(updated_in_place(kernel, target))
     first: Any = next(iter(kernel.body), None)
     module = _module(first, tiles)
     if module or isinstance(first, Native):
@@ -80,7 +81,8 @@ def _render_loops(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[s
     nbytes = {b: b.size * b.dtype.itemsize for b in kernel.buffers}
     touched = sum(nbytes.values())
     large = {b for b in kernel.buffers if b.writable and STREAMED_BYTES <= touched <= STREAMED_SHARE * nbytes[b]}
-    scope.streams = frozenset(large - loaded_buffers(kernel))
+    twice = {s.buffer for s in stores(kernel.body) if any(isinstance(x, Load) for x in walk(s.index))}  # copied, then updated
+    scope.streams = frozenset(large - loaded_buffers(kernel) - twice)
     slow = fetches_ahead(target.features)  # memory, beside which the passes of a row are short
     scope.far = {b: FETCHED_AHEAD for b, n in nbytes.items() if slow and n >= FETCHED_BYTES}
     space = Space.of(kernel)

@@ -60,7 +60,7 @@ def columns_together(kernel: Kernel, target: Target) -> Kernel:
     loops = [s for s in kernel.body if isinstance(s, Loop) and not s.reduces and not s.carries]
     inside = [s for loop in loops for s in loop.body]
     plain = len(loops) == len(kernel.body) and all(isinstance(s, Store | Check) for s in inside)
-    if not plain or sum(contiguity(loop, column) for loop in loops) <= 0 or not _same_rows(inside, column):
+    if not plain or sum(contiguity(loop, column) for loop in loops) <= 0 or not same_rows(inside, column):
         return kernel
     share, run = math.prod(n for _, n in kernel.grid) // target.threads, Var("run")
     nbytes = sum(x.size * x.dtype.itemsize for x in kernel.locals)
@@ -96,7 +96,7 @@ def columns_together(kernel: Kernel, target: Target) -> Kernel:
     return replace(kernel, locals=tuple(wide.values()), grid=(*grid, (run, lines // width)), body=body)
 
 
-def _same_rows(body: Sequence[Stmt], column: Var) -> bool:
+def same_rows(body: Sequence[Stmt], column: Var) -> bool:
     """Whether all columns check the same, and access the same rows of Locals."""
     rows = [x.index for x in walk(tuple(body)) if isinstance(x, Load | Store) and isinstance(x.buffer, Local)]
     return all(coefficient(e, column) == 0 for e in (*rows, *(s.ok for s in body if isinstance(s, Check))))
