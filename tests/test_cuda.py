@@ -223,6 +223,32 @@ def test_rows_in_registers_are_loaded_once(name):
     assert cubin(text, "sm_90a")
 
 
+@pytest.mark.parametrize("dtype, size", [("f32", 4), ("bf16", 8)])
+def test_rows_that_begin_anywhere_take_vectors_from_their_first_aligned_element_on(dtype, size):
+    def text(build, dims):
+        found = launch_of(one(lambda g: build(g.input("x", dims, dtype))), "sm_90a")
+        made = text_of(found, "kernel")
+        assert cubin(made, "sm_90a")
+        return found, made.split("kernel(")[1]
+
+    for build in (lambda x: rlx.sum(x, axis=1), lambda x: rlx.argmax(x, axis=1), lambda x: rlx.cumsum(x, axis=1)):
+        found, body = text(build, (9000, 2003))
+        assert (p := found.peel) and (p.whole + p.beside, p.size) == (2003, size) and f"rlx_fetch<{size}>" in body
+    kept, _ = text(rlx.softmax, (64, 2003))
+    assert bool(kept.peel) == (dtype == "f32")  # as many bf16 elements take longer to compute than to load
+    assert not text(lambda x: rlx.sum(x, axis=1), (64, 2000))[0].peel and not text(rlx.softmax, (64, 301))[0].peel
+
+
+def test_threads_copy_two_vectors_where_a_load_waits_for_another():
+    build = lambda rows: lambda g: rlx.gather(g.input("x", (512, 1024), "f32"), g.input("i", (rows,), "i64"))  # noqa: E731
+    for rows, repeats in ((1024, 2), (1025, 1)):
+        found = launch_of(one(build(rows)), "sm_90a")
+        text = text_of(found, "kernel")
+        assert (found.vector, found.repeats, found.blocks * 256 * 4 * repeats) == (4, repeats, rows * 1024)
+        assert text.index("rlx_put<4>(b0") < text.index("rlx_fail(status") or repeats == 1
+        assert cubin(text, "sm_90a")
+
+
 @pytest.mark.parametrize("axes", [(1, 0), (2, 1, 0), (0, 2, 1)])
 def test_transposes_go_through_shared_memory(axes):
     dims = (64, 96, 80)[: len(axes)]
@@ -269,6 +295,8 @@ def test_blocks_share_the_places_of_sums_by_index(dims, chosen, axis):
     groups = math.prod(dims) // dims[axis] // found.vector
     assert math.gcd(8, *dims[1:][-1:]) % found.vector == 0 and found.blocks >= 25
     assert found.blocks == -(-dims[axis] // found.rows) * -(-groups // found.groups)
+    marks = -(-math.prod(chosen) // 32) if math.prod(chosen) >= 4096 else 0  # a bit for each index, of each block
+    assert (found.words_each, found.counters) == (marks, found.blocks * marks + 2 if marks else 0)
     assert cubin(text_of(found, "kernel"), "sm_80")
 
 
@@ -291,7 +319,7 @@ def test_few_numbers_of_a_long_sum_are_f64():
 PARTED = {  # build, dims, parts, whether they wait for each other
     "a running total": (lambda x: rlx.cumsum(x, axis=1), (3, 100_003), 25, False),
     "of columns": (lambda x: rlx.cumsum(x, axis=0, reverse=True), (65_536, 1024), 128, False),
-    "a row to keep": (rlx.softmax, (1000, 100_003), 8, True),
+    "a row to keep": (rlx.softmax, (1000, 100_003), 7, True),
     "few long rows": (rlx.softmax, (4, 151_936), 30, True),
     "a row to reduce": (lambda x: rlx.argmax(x, axis=1), (2, 151_936), 25, True),
 }
@@ -663,6 +691,8 @@ def test_sums_by_index_keep_their_order(dims, chosen, axis):
     np.testing.assert_array_equal(compiled.run(given)[0], rlx.Session("cpu").compile(g).run(given)[0])
     with pytest.raises(IndexRangeError):
         compiled.run({**given, "i": np.full(chosen, dims[axis])})
+    same = {**given, "i": np.full(chosen, dims[axis] - 1)}  # more than a block has room for
+    np.testing.assert_array_equal(compiled.run(same)[0], rlx.Session("cpu").compile(g).run(same)[0])
 
 
 @on_gpu

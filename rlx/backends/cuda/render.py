@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from rlx.backends.cuda.dialect import CUDA, unrounded
+from rlx.backends.cuda.peel import HEAD, ORIGIN, Peel
 from rlx.backends.cuda.rows import Key, Row, key_of
 from rlx.backends.cuda.scan import Scan, chosen, place
 from rlx.backends.cuda.schedule import SHORT, WARP, Launch, Segments, checked_late, is_shared
@@ -18,7 +19,6 @@ from rlx.ir.dtype import DType, f32, f64, index_
 from rlx.ir.kernel import (  # isort: skip
     EXTREMES, Alu, Buffer, Check, Expr, Kernel, Let, Load, Local, Loop, Native, Reduce, Stmt, Store, Var, is_const, walk,
 )  # fmt: skip
-from rlx.ir.overlap import unaliased
 
 UNROLLED = 8  # iterations of a reduction by one thread
 LANE = f"threadIdx.x % {WARP}"
@@ -80,7 +80,7 @@ class CudaWriter(Writer):
 
     def arguments(self) -> list[str]:
         found = []
-        for b, free in zip(self.kernel.buffers, unaliased(self.kernel)):
+        for b, free in zip(self.kernel.buffers, self.launch.unaliased):
             restrict = " __restrict__" * (free and self.alone_in_launch)
             found.append(f"{'' if b.writable else 'const '}{CUDA.element(b.dtype)}*{restrict} {self.name(b, 'b')}")
         if s := self.launch.segments:
@@ -124,16 +124,38 @@ class CudaWriter(Writer):
 
     def body(self) -> None:
         k, at = self.kernel, self.launch
-        stmts = checked_late(k) if type(at) is Launch else k.body
-        if at.vector > 1:
+        stmts = checked_late(at) if type(at) is Launch else k.body
+        if at.vector > 1 and at.repeats == 1:
             self.in_vectors(stmts, (), k.grid[-1][0], at.vector, f"{self.names[k.grid[-1][0]]}_0")
+        elif at.vector > 1:
+            self.vectors_apart(stmts)
         elif at.repeats > 1:
             self.repeated(stmts)
         else:
+            if at.peel:
+                self.name_head(at.peel)
             self.line_of_parts()
             self.block(stmts)
         if at.part and at.parts > 1:
             self.line("all.forget();")
+
+    def name_head(self, p: Peel) -> None:
+        """Names for the row's first vector: that of running totals has the row's first element, others are all in the row."""
+        running = any(s.carries for s in self.kernel.body if isinstance(s, Loop))
+        head = f"-(start & {p.size - 1})" if running else f"-start & {p.size - 1}"
+        self.line(f"const rlx_index start = {self.value(p.start)}, head = {head};")
+        self.line(f"const rlx_index origin = (start + head) / {p.size};")
+        self.names[HEAD], self.names[ORIGIN] = "head", "origin"
+
+    def vectors_apart(self, stmts: Sequence[Stmt]) -> None:
+        """The statements for several vectors of a thread, a block apart; the checks, by which a program is divided, come last."""
+        at, var = self.launch, self.kernel.grid[-1][0]
+        checks = [s for s in stmts if isinstance(s, Check)]
+        for some in filter(None, ([s for s in stmts if s not in checks], checks)):
+            with self.scope(["#pragma unroll", f"for (int u = 0; u < {at.repeats}; u++) {{"]):
+                for text in self.of_point(f"first + u * {at.threads}"):
+                    self.line(text)
+                self.in_vectors(some, (), var, at.vector, f"{self.names[var]}_0")
 
     def repeated(self, stmts: Sequence[Stmt]) -> None:
         """The statements for several points of a thread, a block apart."""
@@ -268,7 +290,7 @@ class CudaWriter(Writer):
         for x in self.kernel.locals:
             element, name = CUDA.element(x.dtype), self.name(x, "l")
             if at.row:
-                self.line(f"{element} {name}[{at.row.rounds}][{at.row.size}];")
+                self.line(f"{element} {name}[{at.row.rounds + bool(at.peel)}][{at.row.size}];")
                 continue
             if at.team == at.lanes == 1:
                 self.line(CUDA.local(element, name, x))
@@ -472,6 +494,8 @@ class CudaWriter(Writer):
             self.sum_of_few(near, lambda: self.part_of_row(s, row, first, turn))
         else:
             self.turns(s, first, f"{start}me{f' * {size}' * (size > 1)}", extent, size, near, turn)
+        if at.peel:
+            self.beside(s, at.peel, parts)
         for r, p in zip(s.reduces, parts):
             function = f"[]({p.type} a, {p.type} b) -> {p.type} {{ return {p.combine('a', 'b')}; }}"
             text = f"rlx_reduce{self.down}<{team}>({p.name}, {function})"
@@ -489,6 +513,21 @@ class CudaWriter(Writer):
         body()
         for p in near:
             self.line(f"{p.name} += {p.near};")
+
+    def beside(self, s: Loop, p: Peel, parts: Sequence[Partial]) -> None:
+        """The iterations before and behind those in vectors, one of a thread."""
+        i = self.fresh("i")
+        self.names[s.var], self.round = i, str(self.row.rounds) if self.row else ""
+
+        def one() -> None:
+            for r, x, value in zip(s.reduces, parts, self.block(s.body, [r.value for r in s.reduces])):
+                better = f"{x.name} = {x.combine(x.name, f'{x.type}{{{value}, {i}}}')};"
+                self.line(better if r.op in EXTREMES else x.add(value, i))
+
+        with self.scope([f"if (me < {p.beside}{' && part == 0' * self.launch.adjacent}) {{"]), self.alone():
+            self.line(f"const rlx_index {i} = me - head + (me < head ? 0 : {p.whole});")
+            self.line("const int v = 0;")
+            self.sum_of_few([x for x in parts if x.near], one)
 
     def turns(self, s: Loop, i: str, start: str, end: str, size: int, near: list[Partial], turn: Callable[[], None]) -> None:
         """The loop over the vectors of `size` iterations of a thread. Sums of some of them are added to those in f64."""
@@ -511,12 +550,16 @@ class CudaWriter(Writer):
         """The position of an extreme of which only the first iteration of its vector is known: that vector is computed again."""
         at, found = self.fresh("r"), self.fresh("f")
         self.line(f"const auto {found} = {best};")
-        self.line(f"rlx_index {at} = -1;")
+        self.line(f"rlx_index {at} = RLX_NOWHERE;")
 
         def compare(values: list[str]) -> None:
-            self.line(f"if ({at} < 0 && rlx_is({values[0]}, {found}.value)) {at} = {self.names[s.var]};")
+            self.line(f"if ({at} == RLX_NOWHERE && rlx_is({values[0]}, {found}.value)) {at} = {self.names[s.var]};")
 
-        with self.scope(["{"]), self.alone():
+        vector = "{"
+        if p := self.launch.peel:
+            self.line(f"if ({found}.at < 0 || {found}.at >= {p.whole}) {at} = {found}.at;")
+            vector = "else {"
+        with self.scope([vector]), self.alone():
             self.in_vectors(s.body, [r.value], s.var, size, f"{found}.at", compare)
         return at
 
@@ -542,7 +585,7 @@ class CudaWriter(Writer):
         if r.op in EXTREMES:
             place, largest = f"rlx_place<{self.type(dtype)}>", "true" if r.op == "argmax" else "false"
             return Partial(
-                name, place, f"{{{CUDA.literal(0, dtype)}, -1}}", lambda a, b: f"rlx_first<{largest}>({a}, {b})",
+                name, place, f"{{{CUDA.literal(0, dtype)}, RLX_NOWHERE}}", lambda a, b: f"rlx_first<{largest}>({a}, {b})",
                 lambda value, at: f"rlx_next<{largest}>({name}, {value}, {at});", lambda text: f"{text}.at",
             )  # fmt: skip
         wide = f64 if r.op == "add" and dtype == f32 and count > LONG_SUM else dtype

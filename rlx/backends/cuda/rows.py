@@ -86,7 +86,7 @@ def own_locals(kernel: Kernel, loops: list[Loop]) -> list[Local]:
     shared = {x.buffer for s in kernel.body if not isinstance(s, Loop) for x in walk((s,)) if _touches(x)}
     for s in loops:
         shared |= {x.buffer for x in walk((s,)) if _touches(x) and x.index is not s.var}
-    return [x for x in kernel.locals if x not in shared and x.size == loops[0].extent]
+    return [x for x in kernel.locals if x not in shared and x.size >= loops[0].extent]
 
 
 def _touches(x: object) -> bool:
@@ -95,10 +95,15 @@ def _touches(x: object) -> bool:
 
 def key_of(x: Load, var: Var) -> Key:
     """Equal for loads of the same elements by loops over the row, whose variable is `var`."""
+    return x.buffer, *(expr_key(e, var) for e in operands(x))
+
+
+def expr_key(e: Expr, var: Var) -> Key:
+    """Equal for the same values in loops over the row, whose variable is `var`."""
     known: dict[int, Key] = {}
-    for e in postorder(x, known):
-        known[id(e)] = _key(e, var, known)
-    return x.buffer, *known[id(x)][2:]
+    for x in postorder(e, known):
+        known[id(x)] = _key(x, var, known)
+    return known[id(e)]
 
 
 def _key(e: Expr, var: Var, known: dict[int, Key]) -> Key:
@@ -110,4 +115,4 @@ def _key(e: Expr, var: Var, known: dict[int, Key]) -> Key:
     return ("load", e.buffer, *parts) if isinstance(e, Load) else (e.op, *parts) if isinstance(e, Alu) else (e,)
 
 
-__all__ = ["Row", "key_of", "own_locals", "repeated", "row_loops", "row_of"]
+__all__ = ["Row", "expr_key", "key_of", "own_locals", "repeated", "row_loops", "row_of"]

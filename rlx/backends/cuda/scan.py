@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,12 +24,16 @@ class Scan:
         assert isinstance(self.carry.next, Alu) and self.carry.added is not None
         self.added, self.dtype, self.op = self.carry.added, self.carry.var.dtype.compute, self.carry.next.op
         self.type, self.zero = writer.type(self.dtype), CUDA.literal(identity(self.op, self.dtype), self.dtype)
-        self.size = each if writer.down else min(each, width(s.body, (self.added,), s.var, s.extent))
+        self.peel = self.at.peel
+        extent = self.peel.whole if self.peel else s.extent
+        self.size = each if writer.down else min(each, width(s.body, (self.added,), s.var, extent))
         self.rounds, self.part, self.own = each // self.size, writer.fresh("a"), writer.fresh("s")
         self.i, self.extent = writer.name(s.var, "i"), writer.extent(s)
         limited = s.var in writer.limits
-        self.even = not limited and s.extent % self.at.part == 0
-        self.vectors = not limited and s.extent % self.size == 0
+        self.even = not limited and not self.peel and s.extent % self.at.part == 0
+        self.vectors = not limited and (self.peel or s.extent % self.size == 0)
+        self.first = f"{self.i}_0{' + head' * bool(self.peel)}"
+        self.inside = "((rlx_uindex)({0} + head) < {1})" if self.peel else "({0} < {1})"
 
     def write(self) -> None:
         w, function = self.w, self.w.function_of(self.op, self.dtype)
@@ -49,10 +53,12 @@ class Scan:
             self.w.line(f"const rlx_index {self.i}_0 = {first}{place} * {self.size};")
             yield
 
-    def each(self) -> list[str]:
-        """The opening lines of the loop over the adjacent elements."""
+    def each(self, parts: object = None, held: Collection[int] = ()) -> list[str]:
+        """The opening lines of the loop over the adjacent elements; where `parts`, all of whose accesses are `held` ones of
+        registers, are computed for elements outside a peeled line, too."""
         lines = ["#pragma unroll", f"for (int v = 0; v < {self.size}; v++) {{", f"const rlx_index {self.i} = {self.i}_0 + v;"]
-        return lines + ["{" if self.even else f"if ({self.i} < {self.extent}) {{"]
+        harmless = self.peel and parts and all(id(x) in held for x in walk(parts) if isinstance(x, Load | Store))
+        return lines + ["{" if self.even or harmless else f"if {self.inside.format(self.i, self.extent)} {{"]
 
     def fetch(self) -> dict[int, str]:
         """Registers with the elements in memory that both passes read, by the id of the load."""
@@ -66,8 +72,8 @@ class Scan:
             with self.each_round():
                 if id(x) in vectors:
                     place = f"{w.names[x.buffer]} + {w.at_first(x.index, s.var, f'{self.i}_0')}"
-                    text = f"rlx_fetch<{self.size}>({name}[n], {place});"
-                    w.line(text if self.even else f"if ({self.i}_0 < {self.extent}) {text}")
+                    text = f"rlx_fetch<{self.size}>({name}[n], {place});"  # of a peeled row, elements beside it, too
+                    w.line(text if self.even else f"if ({self.first} < {self.extent}) {text}")
                     continue
                 with w.scope(self.each(), 2):
                     w.line(f"{name}[n][v] = {w.names[x.buffer]}[{w.value(x.index)}];")
@@ -79,10 +85,12 @@ class Scan:
         with self.each_round():
             if not self.even:
                 w.line(f"for (int v = 0; v < {self.size}; v++) {part}[v] = {self.zero};")
-            with w.scope(self.each(), 2):
+            with w.scope(self.each(self.added, held), 2):
                 w.vector_loads = held
                 w.line(f"{part}[v] = {w.value(self.added)};")
                 w.vector_loads = {}
+            if self.peel:
+                w.line(f"rlx_clear_outside({part}, {self.zero}, {self.first}, {self.extent});")
             w.line(f"{own} = {part}[0];")
             w.line(f"for (int v = 1; v < {self.size}; v++) {own} = {self.sum(own, f'{part}[v]')};")
 
@@ -96,14 +104,18 @@ class Scan:
         with self.each_round():
             for x, name in out.values():
                 w.line(f"{CUDA.element(x.buffer.dtype)} {name}[{self.size}];")
-            with w.scope(self.each(), 2):
+            with w.scope(self.each(s.body, {*held, *out}), 2):
                 w.vector_loads, w.vector_stores = held, {n: name for n, (_, name) in out.items()}
                 w.block(s.body)
                 w.vector_loads, w.vector_stores = {}, {}
                 w.line(f"{before} = {self.sum(before, f'{self.part}[n][v]')};")
             for x, name in out.values():
-                text = f"rlx_put<{self.size}>({w.names[x.buffer]} + {w.at_first(x.index, s.var, f'{self.i}_0')}, {name});"
-                w.line(text if self.even else f"if ({self.i}_0 < {self.extent}) {text}")
+                place = f"{w.names[x.buffer]} + {w.at_first(x.index, s.var, f'{self.i}_0')}"
+                if self.peel:
+                    w.line(f"rlx_put_inside<{self.size}>({place}, {name}, {self.first}, {self.extent});")
+                    continue
+                text = f"rlx_put<{self.size}>({place}, {name});"
+                w.line(text if self.even else f"if ({self.first} < {self.extent}) {text}")
 
 
 def chosen(s: Loop) -> Expr | None:

@@ -1,10 +1,35 @@
 
+/* Marks the picks of each block's places, of which each of `groups` runs of `tiles` blocks has `rows`: a bit of its WORDS. The first
+   blocks look at all picks; every block waits for these, which started earlier. Words are zero between launches. */
+template <int T, int WORDS, class L, class P>
+RLX_FN void rlx_mark(unsigned* marks, unsigned block, unsigned blocks, int count, int rows, int tiles, int groups, L look, P place) {
+  const unsigned several = (count + T - 1) / T, makers = several < blocks ? several : blocks;
+  unsigned *const made = marks + (size_t)blocks * WORDS, *const left = made + 1;
+  if (block < makers) {
+    for (int pick = block * T + threadIdx.x; pick < count; pick += makers * T) {
+      const rlx_index at = place(pick, look(pick));
+      for (int g = 0; g < groups && at >= 0; g++)
+        atomicOr(marks + ((size_t)g * tiles + at / rows) * WORDS + pick / 32, 1u << pick % 32);
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) atomicAdd(made, 1u);
+  }
+  if (threadIdx.x == 0) {
+    unsigned seen;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(made) : "memory");
+    while (seen < makers);
+    if (atomicAdd(left, 1u) == blocks - 1) *made = 0, *left = 0;
+  }
+  __syncthreads();
+}
+
 /* Sums of the places from `first` to `end`, MOST at most, of V adjacent columns for each thread: a block of T threads has C groups of
    columns, and R places at once. begin(i, sum), then op(sum, values) of added(pick, values) for each of `count` picks that place(pick,
    look(pick)) puts there, in order, AHEAD loaded at a time, then finish(i, sum). The picks of all places are found first; if there is no
-   room for them, those of R places at a time. */
-template <int T, int C, int R, int V, int AHEAD, int MOST, class S, class B, class L, class P, class A, class O, class E>
-RLX_FN void rlx_scatter(int first, int end, int count, bool own, B begin, L look, P place, A added, O op, E finish) {
+   room for them, those of R places at a time. With WORDS, `marks` has a bit for each pick, of those that one of the places has. */
+template <int T, int C, int R, int V, int AHEAD, int MOST, int WORDS, class S, class B, class L, class P, class A, class O, class E>
+RLX_FN void rlx_scatter(int first, int end, int count, unsigned* marks, bool own, B begin, L look, P place, A added, O op, E finish) {
   constexpr int ROOM = 2048, EACH = 8, ROWS = T / C, U = R / ROWS;
   static_assert(T * EACH <= ROOM, "the picks that are read at once");
   __shared__ int picks[ROOM], counts[T / 32];
@@ -15,7 +40,25 @@ RLX_FN void rlx_scatter(int first, int end, int count, bool own, B begin, L look
     int found = 0;
     __syncthreads();
     for (int r = threadIdx.x; r < high - low; r += T) head[r] = last[r] = -1;
-    for (; from < count; from += T * EACH) {
+    while (WORDS && from < count) {
+      __shared__ int before_next;
+      const int word = from / 32 + threadIdx.x;
+      unsigned bits = 0;
+      if (word < WORDS) asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(bits) : "l"(marks + word) : "memory");
+      int all, to = found + rlx_chosen_before<T>(__popc(bits), all);
+      const bool fits = to + __popc(bits) <= ROOM;
+      const int words = __syncthreads_count(fits); /* the first ones */
+      if (threadIdx.x == words) before_next = to;
+      for (; fits && bits; bits &= bits - 1) picks[to++] = word * 32 + __ffs(bits) - 1;
+      __syncthreads();
+      found = words < T ? before_next : found + all, from += words * 32;
+      if (words < T) break;
+    }
+    for (int m = threadIdx.x; WORDS && m < found; m += T) {
+      const rlx_index at = place(picks[m], look(picks[m]));
+      rows[m] = at >= low && at < high ? (short)(at - low) : -1;
+    }
+    for (; !WORDS && from < count; from += T * EACH) {
       const int own = from + warp * EACH * 32 + lane;
       decltype(look(0)) seen[EACH]; /* all of them, before a check of the first divides the program */
       #pragma unroll
@@ -51,15 +94,15 @@ RLX_FN void rlx_scatter(int first, int end, int count, bool own, B begin, L look
     __syncthreads();
     if (warp == 0) {
       for (int m = lane; m - lane < found; m += 32) {
-        const int row = m < found ? rows[m] : -1 - lane;
+        const int row = m < found && rows[m] >= 0 ? rows[m] : -1 - lane;
         const unsigned same = __match_any_sync(0xffffffffu, row), below = same & ((1u << lane) - 1);
-        if (m < found) {
+        if (row >= 0) {
           const int before = below ? m - lane + 31 - __clz(below) : last[row];
           if (before < 0) head[row] = (short)m;
           else next[before] = (short)m;
         }
         __syncwarp();
-        if (m < found && same >> lane == 1) last[row] = (short)m, next[m] = -1;
+        if (row >= 0 && same >> lane == 1) last[row] = (short)m, next[m] = -1;
         __syncwarp();
       }
     }
@@ -123,4 +166,5 @@ RLX_FN void rlx_scatter(int first, int end, int count, bool own, B begin, L look
       if (own && row < high) finish(row, sum[u]);
     }
   }
+  for (int word = threadIdx.x; word < WORDS; word += T) marks[word] = 0;
 }

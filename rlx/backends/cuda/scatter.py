@@ -21,14 +21,16 @@ BLOCKS = 4 * 132  # all there at once: each one reads all indices
 BUSY = 32 * THREADS  # threads with fewer elements each, if there are no more
 MOST = 2048  # places of a block
 LEAST, PICKS = 1 << 14, 256  # updates, or places, that are worth several blocks; indices that one block takes too long for
+MARKED, MARKS = 4096, 1 << 22  # indices from which on a block reads marks of its own in place of all; words of all marks, at most
 COMBINED = ("add", "mul", "max", "min")
 
 
 @record
 class ScatterLaunch(Launch):
     """A block has `rows` places, `at_once` at a time, of `groups` groups of `vector` adjacent points, each of a thread; `tiles`
-    blocks have all places of these points."""
+    blocks have all places of these points. `words_each`: of a block, with marks of the indices that it needs; 0: it reads all."""
 
+    words_each: int = 0
     groups: int = 0
     rows: int = 0
     at_once: int = 0
@@ -132,9 +134,11 @@ def scattered(kernel: Kernel) -> ScatterLaunch | None:
     wanted, each = -(-places * -(-points // (vector * groups)) // BLOCKS), THREADS // groups
     at_once = each * (max(2, min(4, 16 // vector)) if wanted > each else 1)
     rows = min(MOST, -(-wanted // at_once) * at_once)
-    return ScatterLaunch(
-        kernel, 1, THREADS, vector=vector, groups=groups, rows=rows, at_once=at_once, tiles=-(-places // rows)
-    )  # fmt: skip
+    at = ScatterLaunch(kernel, 1, THREADS, vector=vector, groups=groups, rows=rows, at_once=at_once, tiles=-(-places // rows))
+    marks = -(-found.count // 32)
+    if found.count < MARKED or at.tiles == 1 or at.blocks * marks > MARKS:
+        return at
+    return replace(at, words_each=marks, counters=at.blocks * marks + 2)
 
 
 class ScatterWriter(CudaWriter):
@@ -149,10 +153,18 @@ class ScatterWriter(CudaWriter):
         yield f"const int first = {self.block_number} % {at.tiles} * {at.rows};"
         yield f"const int end = first + {at.rows} < {end} ? first + {at.rows} : {end};"
         group = f"(rlx_uindex)({self.block_number} / {at.tiles}) * {at.groups} + threadIdx.x % {at.groups}"
-        yield from self.of_point(group, f"const bool own = point < {at.points};", "if (!own) point = 0;")
+        name = "inside" if at.words_each else "own"
+        yield from self.of_point(group, f"const bool {name} = point < {at.points};", f"if (!{name}) point = 0;")
 
     def declare_locals(self) -> None:
         """The sums are registers."""
+
+    def begin(self) -> None:
+        """Blocks of a halted run mark and clear for the others, too."""
+        if not self.launch.words_each:
+            return super().begin()
+        self.line("rlx_begin();")
+        self.line("const bool own = inside && !rlx_halted(halt);")
 
     def body(self) -> None:
         """Functions of a place or an index, which rlx_scatter calls."""
@@ -185,8 +197,13 @@ class ScatterWriter(CudaWriter):
                 self.memo[id(out.value)] = "held[v]"
                 self.columns((out,), ())
         ahead = max(1, 8 // (at.at_once * at.groups // at.threads * at.vector))
-        sizes = f"{at.threads}, {at.groups}, {at.at_once}, {at.vector}, {ahead}, {min(MOST, at.rows)}, {kind}"
-        self.line(f"; rlx_scatter<{sizes}>(first, end, {found.count}, own, begin, look, place, added, {combined}, finish);")
+        marks = f"rlx_counters + (size_t){self.block_number} * {at.words_each}" if at.words_each else "0"
+        if at.words_each:
+            blocks = f"{self.block_number}, {at.blocks}, {found.count}, {at.rows}, {at.tiles}, {at.blocks // at.tiles}"
+            self.line(f"; rlx_mark<{at.threads}, {at.words_each}>(rlx_counters, {blocks}, look, place);")
+        sizes = f"{at.threads}, {at.groups}, {at.at_once}, {at.vector}, {ahead}, {min(MOST, at.rows)}, {at.words_each}, {kind}"
+        lambdas = f"begin, look, place, added, {combined}, finish"
+        self.line(f"; rlx_scatter<{sizes}>(first, end, {found.count}, {marks}, own, {lambdas});")
 
     def columns(self, stmts: Sequence[Stmt], ends: Sequence[Expr]) -> None:
         """The statements for each column of the thread; the value of `ends` is held."""

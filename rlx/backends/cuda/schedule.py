@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rlx.backends.cuda.edges import cut_at_edges
+from rlx.backends.cuda.peel import Peel, peeled
 from rlx.backends.cuda.rows import Row, row_loops, row_of
 from rlx.backends.cuda.vectors import BYTES, MOST, loads_ahead, width
 from rlx.backends.shared.contract_loops import without_contract
@@ -20,6 +21,8 @@ from rlx.backends.shared.nest import nested
 from rlx.ir.kernel import Alu, Buffer, Check, Contract, Expr, Kernel, Let, Load, Local, Loop, Stmt, Store, Var, coefficient, walk
 from rlx.ir.overlap import may_overlap, unaliased
 from rlx.records import record
+
+Shared = frozenset[tuple[int, int]]  # arguments that may be the same memory: those of may_overlap
 
 THREADS = 256  # of a block of small teams
 WARP = 32
@@ -45,6 +48,7 @@ RESIDENT = 4  # blocks of a multiprocessor from which on their number does not m
 SHARED_BYTES = 96 << 10  # Locals of a block that still let two blocks share a multiprocessor; larger ones go to global memory
 
 COPIED = 128  # bytes: bulk copies to places in shared memory that are no multiples of it take longer
+FOLLOWED = 2  # vectors of a thread where one load waits for another
 MULTIPROCESSORS = 132  # of the GPUs that kernels are made for
 # shared memory of blocks of products (gemv_ring.py): a multiprocessor has one of the first two, and beside ALONE one of either
 # kind with less; with the less of the first kind there is room for a block of a decoding step's attention, too
@@ -104,7 +108,7 @@ def busy_points(kernel: Kernel, segments: Segments | None) -> int:
 @record
 class Launch:
     """`kernel`: with vector loops moved into the grid. `team` and `threads` of a block; a block has threads // team points.
-    `vector`: consecutive points of the last axis for each thread; or `repeats`: points a block apart.
+    `vector`: consecutive points of the last axis for each thread; `repeats`: such vectors, or points, a block apart.
     `row`: the part of a row that a thread keeps in registers.
     `lanes`: 32 if the threads of a team are in different warps; the lanes of a warp then run adjacent points, a team each.
     `scratch`: bytes of global memory that each block needs, as for Locals that are not in shared memory (`shared` bytes).
@@ -112,7 +116,7 @@ class Launch:
     `parts`: blocks that share each line of a running total or of reductions, `part` elements of it each; they tell each other
     totals in `words` of 64 bits for each line, of which the last one is a counter. `adjacent`: they all wait for each other, and
     start together; else for those of earlier parts only. `clustered`: they are a cluster, whose blocks read each other's shared
-    memory in place of words. `segments`: the grid points are tiles of rows of groups."""
+    memory in place of words. `segments`: the grid points are tiles of rows of groups. `peel`: of rows that begin anywhere."""
 
     kernel: Kernel
     team: int
@@ -130,6 +134,12 @@ class Launch:
     clustered: bool = False
     segments: Segments | None = None
     repeats: int = 1
+    peel: Peel | None = None
+
+    @property
+    def unaliased(self) -> tuple[bool, ...]:
+        """The arguments that C's restrict holds for."""
+        return unaliased(self.peel.kernel if self.peel else self.kernel)
 
     @property
     def points(self) -> int:
@@ -189,23 +199,37 @@ def launch(kernel: Kernel, clusters: bool = True) -> Launch:
         return _with_memory(Launch(kernel, 1, WARP, lanes=WARP))
     points = math.prod(n for _, n in kernel.grid)
     short = all(s.extent <= SHORT for s in _of_a_point(kernel.body)) and points >= MANY_POINTS
-    if not short and (loops := row_loops(kernel)) and _lanes_down(kernel, loops) and (found := _in_parts(kernel, clusters)):
+    loops, shared = row_loops(kernel), may_overlap(kernel)
+    if not short and loops and _lanes_down(kernel, loops) and (found := _in_parts(kernel, clusters, shared)):
         return found
     if (warps := _warps(kernel)) > 1:
         return _with_memory(Launch(kernel, warps, warps * WARP, lanes=WARP))
     kernel = cut_at_edges(kernel)
-    team, few = _team(kernel), points < FEW_POINTS
+    if found := peeled(kernel, row_loops(kernel)):
+        at = _of_rows(found[0], clusters, shared)
+        if at.team > 1 and (at.row or not kernel.locals):
+            return replace(at, peel=found[1])
+    return _of_rows(kernel, clusters, shared)
+
+
+def _of_rows(kernel: Kernel, clusters: bool, shared: Shared) -> Launch:
+    """Points of which a thread, or a team, has each, or several blocks if these are long rows."""
+    team, points = _team(kernel), math.prod(n for _, n in kernel.grid)
+    few = points < FEW_POINTS
     budgets = (FEW_REGISTERS,) if few else (REGISTERS, MORE_REGISTERS)
     found = next(filter(None, (row_of(kernel, (WARP, *BLOCK_SIZES), n) for n in budgets)), None) if team > 1 else None
     if found:
         return Launch(kernel, found[0], THREADS if found[0] == WARP else found[0], row=found[1])
-    if team > WARP and (parted := _in_parts(kernel, clusters)) and parted.parts > 1:
+    if team > WARP and (parted := _in_parts(kernel, clusters, shared)) and parted.parts > 1:
         return parted
     threads = THREADS if team <= WARP else team
     if team == 1:
         kernel = in_loops(long_sums(kernel))
         vector, repeats = _vector(kernel), _repeats(kernel)
         vector, repeats = (1, repeats) if repeats > 2 * vector or vector == 1 else (vector, 1)
+        several = points % (vector * threads * FOLLOWED) == 0 and points // (vector * FOLLOWED) >= BUSY_THREADS
+        if vector > 1 and several and not kernel.limits and _places(kernel) and not _at_position(kernel):
+            repeats = FOLLOWED
         return Launch(kernel, 1, threads, vector=vector, repeats=repeats)
     return _with_memory(Launch(kernel, team, threads))
 
@@ -219,18 +243,21 @@ def _running(kernel: Kernel) -> Launch | None:
     strides, down = [coefficient(x.index, last.var) for x in _memory_loads(last)], _down(kernel, [last])
     if last.extent < WARP or not simple or not (down or {1, -1} & {*strides}):
         return None
+    peel, extent = None, last.extent
+    if not down and not kernel.limits and (found := peeled(kernel, [last])):
+        (kernel, peel), extent = found, extent + found[1].size - 1
     own = last.carries[0].var.dtype.compute.itemsize
     each = min((PART_BYTES << down) // max(2, *(x.buffer.dtype.itemsize for x in _memory_loads(last)), own // 2), 32)
     team, most = (1, PART_WARPS) if down else (WARP, PART_THREADS)
-    while team < most and team * each < last.extent:
+    while team < most and team * each < extent:
         team *= 2
-    threads, parts = team * WARP if down else THREADS if team == WARP else team, -(-last.extent // (team * each))
+    threads, parts = team * WARP if down else THREADS if team == WARP else team, -(-extent // (team * each))
     lanes = WARP if down else 1
     words = -(-own // 4) * lanes * (parts + -(-parts // team) + 1) + 1  # a total for each part and each group of parts
-    return _counted(Launch(kernel, team, threads, lanes=lanes, parts=parts, part=team * each, words=words))
+    return _counted(Launch(kernel, team, threads, lanes=lanes, parts=parts, part=team * each, words=words, peel=peel))
 
 
-def _in_parts(kernel: Kernel, clusters: bool) -> Launch | None:
+def _in_parts(kernel: Kernel, clusters: bool, shared: Shared) -> Launch | None:
     """Rows, or columns, that registers of one block or of several keep; and rows that are too few to keep the GPU busy."""
     loops, points = row_loops(kernel), math.prod(n for _, n in kernel.grid)
     inside = list(walk(kernel.body))
@@ -238,7 +265,7 @@ def _in_parts(kernel: Kernel, clusters: bool) -> Launch | None:
     if not loops or not stored.isdisjoint(loaded.difference(kernel.locals)) or any(isinstance(x, Check) for x in inside):
         return None
     tops = {s.buffer for s in kernel.body if isinstance(s, Store)}
-    if any(kernel.buffers[written] in tops for _, written in may_overlap(kernel)):  # another block may read it later
+    if any(kernel.buffers[written] in tops for _, written in shared):  # another block may read it later
         return None
     extent, down = loops[0].extent, _lanes_down(kernel, loops)
     if down:
@@ -407,18 +434,23 @@ def _repeats(kernel: Kernel) -> int:
     return max(1, size)
 
 
+def _places(kernel: Kernel) -> list[Load]:
+    """The loads by which it finds the place of others."""
+    return [e for x in walk(kernel.body) if isinstance(x, Load) for e in walk(x.index) if isinstance(e, Load)]
+
+
 def _at_position(kernel: Kernel) -> bool:
     """Whether it reads rows from a place on that is one number in memory."""
-    inner = (e for x in walk(kernel.body) if isinstance(x, Load) for e in walk(x.index) if isinstance(e, Load))
-    return any(not any(isinstance(v, Var) for v in walk(e.index)) for e in inner)
+    return any(not any(isinstance(v, Var) for v in walk(e.index)) for e in _places(kernel))
 
 
-def checked_late(kernel: Kernel) -> Sequence[Stmt]:
+def checked_late(at: Launch) -> Sequence[Stmt]:
     """The statements of a kernel, with checks of what it does not write behind the others if they are plain ones: a failure only
     sets flags, and no load should wait for it."""
+    kernel = at.kernel
     if not all(isinstance(s, Let | Store | Check | Loop) for s in kernel.body):
         return kernel.body
-    read = {b for b, free in zip(kernel.buffers, unaliased(kernel)) if free and not b.writable}
+    read = {b for b, free in zip(kernel.buffers, at.unaliased) if free and not b.writable}
 
     def late(s: Stmt) -> bool:
         return isinstance(s, Check) and all(x.buffer in read for x in walk((s,)) if isinstance(x, Load))

@@ -302,7 +302,22 @@ template <int V, class E> RLX_FN void rlx_put(E* at, const E (&values)[V]) {
   }
 }
 
-/* The first extreme element: its value and position (-1: none yet). NaN beats every number. */
+/* Of V consecutive elements from element `first` of a line of `count` on: stores those in the line; clears the others, which are
+   few: so the program branches. */
+template <int V, class E> RLX_FN void rlx_put_inside(E* at, const E (&values)[V], rlx_index first, rlx_index count) {
+  if (first >= 0 && first + V <= count) return rlx_put<V>(at, values);
+  #pragma unroll
+  for (int v = 0; v < V; v++) if (first + v >= 0 && first + v < count) at[v] = values[v];
+}
+template <int V, class E> RLX_FN void rlx_clear_outside(E (&values)[V], E none, rlx_index first, rlx_index count) {
+  if (first >= 0 && first + V <= count) return;
+  asm volatile("" ::: "memory");
+  #pragma unroll
+  for (int v = 0; v < V; v++) if (first + v < 0 || first + v >= count) values[v] = none;
+}
+
+/* The first extreme element: its value and position, which may be negative. NaN beats every number. */
+constexpr rlx_index RLX_NOWHERE = -(1 << 30);
 template <class V> struct rlx_place { V value; rlx_index at; };
 template <class V> RLX_FN rlx_place<V> rlx_from(rlx_place<V> a, int lanes, int by) {
   return {rlx_from(a.value, lanes, by), rlx_from(a.at, lanes, by)};
@@ -310,7 +325,7 @@ template <class V> RLX_FN rlx_place<V> rlx_from(rlx_place<V> a, int lanes, int b
 /* The next element of the same thread, after all that `a` is of. */
 template <bool LARGEST, class V> RLX_FN void rlx_next(rlx_place<V>& a, V value, rlx_index at) {
   const bool worse = LARGEST ? value <= a.value : a.value <= value;
-  if (a.at < 0 || (!worse && a.value == a.value)) a = {value, at};
+  if (a.at == RLX_NOWHERE || (!worse && a.value == a.value)) a = {value, at};
 }
 /* The same for adjacent elements, `at` the first of them: which one it was is found by rlx_is, once it is known to be the best. */
 template <bool LARGEST, int N, class V> RLX_FN void rlx_next(rlx_place<V>& a, const V (&values)[N], rlx_index at) {
@@ -321,7 +336,7 @@ template <bool LARGEST, int N, class V> RLX_FN void rlx_next(rlx_place<V>& a, co
 }
 template <class V> RLX_FN bool rlx_is(V a, V best) { return a == best || (a != a && best != best); }
 template <bool LARGEST, class V> RLX_FN rlx_place<V> rlx_first(rlx_place<V> a, rlx_place<V> b) {
-  if (a.at < 0 || b.at < 0) return b.at < 0 ? a : b;
+  if (a.at == RLX_NOWHERE || b.at == RLX_NOWHERE) return b.at == RLX_NOWHERE ? a : b;
   const bool nan_a = a.value != a.value, nan_b = b.value != b.value;
   const bool tie = (nan_a && nan_b) || a.value == b.value;
   if (tie) return a.at < b.at ? a : b;

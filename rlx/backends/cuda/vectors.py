@@ -82,4 +82,4 @@ def aligned(e: Expr, var: Var | None, size: int) -> bool:
     return e.op == "mul" and any(aligned(a, var, size) for a in e.args)
 
 
-__all__ = ["aligned", "loads", "loads_ahead", "steady", "stores", "width"]
+__all__ = ["aligned", "in_vector", "loads", "loads_ahead", "steady", "stores", "width"]
