@@ -320,14 +320,15 @@ def test_rows_are_sorted_by_every_schedule(dtype: str) -> None:
 @pytest.mark.parametrize("mode", ["add", "replace", "mul"])
 def test_scatters_update_their_result(mode: str) -> None:
     """Few columns with indices of their own; a narrow dtype, which is rounded once; one line; fewer lines of updates; as many
-    updates as elements, whose memory the result may take, so that it is not copied before they are read."""
+    updates as elements, whose memory the result may take, so that it is not copied before they are read; columns that are two
+    dims; a narrow line, which fills its Local in lanes."""
     g, inputs, target = rlx.Graph("few"), {}, get("cpu").target(threads=2)
     outputs: list[rlx.Value] = []
-    kinds = ["f32", "bf16", "f64", "f32", "f32"]
-    dims = [(3, 90, 4), (40, 6, 5), (4000,), (8, 20, 3), (2, 5, 3)]
-    some = [(3, 8, 4), (30, 9, 5), (9,), (5, 3, 3), (2, 5, 3)]
+    kinds = ["f32", "bf16", "f64", "f32", "f32", "i32", "f16"]
+    dims = [(3, 90, 4), (40, 6, 5), (4000,), (8, 20, 3), (2, 5, 3), (30, 8, 1, 3), (900,)]
+    some = [(3, 8, 4), (30, 9, 5), (9,), (5, 3, 3), (2, 5, 3), (30, 2, 1, 3), (9,)]
     for n, kind in enumerate(kinds):
-        axis, number = len(dims[n]) // 2, rlx.as_dtype(kind).numpy
+        axis, number = min(1, len(dims[n]) - 1), rlx.as_dtype(kind).numpy
         inputs |= {f"x{n}": RNG.integers(-3, 4, dims[n]).astype(number), f"u{n}": RNG.integers(1, 3, some[n]).astype(number)}
         inputs[f"at{n}"] = RNG.integers(0, dims[n][axis], some[n])
         x, at, u = (g.input(name, inputs[name].shape, inputs[name].dtype) for name in (f"x{n}", f"at{n}", f"u{n}"))
@@ -336,7 +337,7 @@ def test_scatters_update_their_result(mode: str) -> None:
     steps = lower(g, target, rlx.CompileOptions(threads=2)).steps
     kernels = [step.kernel for step in steps if step.kernel.locals]
     copied = [n for n, kernel in enumerate(kernels) if updated_in_place(kernel, target).locals]
-    assert copied == ([4] if mode == "replace" else [1, 4])
+    assert copied == ([4] if mode == "replace" else [1, 4, 6])
     for threads in (1, 2):
         c = rlx.Session().compile(g, rlx.CompileOptions(threads=threads))
         c._executable.poison()  # type: ignore[attr-defined]

@@ -12,7 +12,10 @@ from dataclasses import replace
 
 from rlx.backends.cpu.schedule_lines import LANES, same_rows
 from rlx.backends.shared.nest import substitute
-from rlx.ir.kernel import Buffer, Check, Expr, Kernel, Load, Local, Loop, Stmt, Store, Var, coefficient, const, k, walk
+
+from rlx.ir.kernel import (  # isort: skip
+    Buffer, Check, Expr, Kernel, Load, Local, Loop, Stmt, Store, Var, coefficient, const, expressions, k, walk,
+)  # fmt: skip
 from rlx.ir.overlap import may_overlap
 from rlx.ir.target import Target
 
@@ -43,6 +46,38 @@ def updated_in_place(kernel: Kernel, target: Target) -> Kernel:
     each = Loop(here, width, substitute(tuple(s for s in changed if s not in checks), to), vector=bool(checks))
     grid = grid if width == columns else [*grid, (run, columns // width)]
     return replace(kernel, locals=(), grid=tuple(grid), body=(rows, replace(updates, body=(*checks, each))))
+
+
+def with_long_runs(kernel: Kernel) -> Kernel:
+    """A kernel with a Local for each line, with adjacent dims of its grid as one where every index is linear over both, and its
+    loops along contiguous lines in lanes if nothing but their own element is read."""
+    if len(kernel.locals) != 1 or kernel.limits or not all(isinstance(s, Loop) for s in kernel.body):
+        return kernel
+    grid, body = list(kernel.grid), kernel.body
+    for at in range(len(grid) - 2, -1, -1):
+        (high, n), (low, m) = grid[at : at + 2]
+        if 1 in (n, m) or _linear(body, high, low, m):
+            grid[at : at + 2] = [(low, n * m)] if n > 1 < m else [(low, m) if n == 1 else (high, n)]
+            body = substitute(body, {low if m == 1 < n else high: const(0)})
+    made = [replace(s, vector=s.vector or _moves_elements(s)) if isinstance(s, Loop) else s for s in body]
+    return replace(kernel, grid=tuple(grid), body=tuple(made))
+
+
+def _linear(body: tuple[Stmt, ...], high: Var, low: Var, size: int) -> bool:
+    """Whether buffers are accessed at multiples of high * size + low, and nothing else depends on the two."""
+    found = [x for x in walk(body) if isinstance(x, Load | Store) and isinstance(x.buffer, Buffer)]
+    steps = [(coefficient(x.index, high), coefficient(x.index, low)) for x in found]
+    memo: dict[int, Expr] = {id(x): const(0, x.buffer.dtype) for x in found if isinstance(x, Load) and x.guard is None}
+    rest = [substitute(e, {}, memo) for e in expressions(body) if not any(e is x.index for x in found)]
+    return all(a is not None and b is not None and a == b * size for a, b in steps) and {high, low}.isdisjoint(walk(tuple(rest)))
+
+
+def _moves_elements(loop: Loop) -> bool:
+    """Whether an iteration stores the element of one buffer at its own place in the other."""
+    match loop.body:
+        case (Store(_, index, Load(_, place, None), None),):
+            return not loop.reduces and not loop.carries and coefficient(index, loop.var) == coefficient(place, loop.var) == 1
+    return False
 
 
 def _stored(kernel: Kernel) -> tuple[Var, Store]:
