@@ -120,6 +120,12 @@ def test_blocks_are_launched_so_that_they_spread():
     short, late = BESIDE[ALONE], BESIDE[LONG]
     shared = [ALONE, short, ALONE, 0, ALONE, late, 0, ALONE, ALONE, late, LONG, ALONE]
     assert [c.shared for c in spaced(codes, 132)] == shared
+    product, few = replace(other, blocks=128, shared=200 << 10), replace(other, blocks=128)  # small blocks spread, too
+    many, more = replace(other, blocks=512), replace(other, blocks=132 * 6 + 1)
+    codes = [few, product, few, product, many, many, product, more]
+    asked = [0, 200 << 10, 114 << 10, 200 << 10, (228 << 10) // 5, 0, 200 << 10, 0]
+    assert [c.shared for c in spaced(codes, 132)] == asked
+    assert [c.shared for c in spaced([product, few, ring], 132)] == [200 << 10, 0, ALONE]
     each, whole = 1 << 10, 228 << 10  # of every block, for the system; of a multiprocessor
     assert 2 * (ALONE + each) > whole >= LONG + late + 2 * each
 

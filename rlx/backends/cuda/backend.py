@@ -14,7 +14,7 @@ from typing import Any
 
 from rlx.backends.cuda import attention, gemv_blocks, gemv_ring, scatter, segments, splits, turned
 from rlx.backends.cuda.code import CudaCode, compile_kernels, compiler_version, key_of, launches_of, ptx, support
-from rlx.backends.cuda.executable import CudaArtifact, CudaExecutable
+from rlx.backends.cuda.executable import THREADS_EACH, CudaArtifact, CudaExecutable, spaced
 from rlx.backends.cuda.gemv import MOST_ROWS
 from rlx.backends.cuda.gpu import CudaMemory, Functions, count, gpu, refusal
 from rlx.backends.cuda.schedule import ALONE, COLUMN_BYTES, LONG, MULTIPROCESSORS
@@ -33,7 +33,6 @@ from rlx.ir.sections import sections_of
 from rlx.ir.target import Producer, Target
 
 SUPPORT = ("rlx_end", "rlx_feed", "rlx_copy", "rlx_log")  # the kernels of support.h
-THREADS_EACH = 2048  # resident threads of a multiprocessor
 BLOCKS = 0.75  # large blocks for each multiprocessor that keep the GPU busy: a block runs a point of a reduction
 COMPUTED_ROWS, COMPUTED = 2, 32_000  # rows of a product that every block of it computes, and operations for each of them
 REST_BYTES = 1 << 20  # of a buffer of a decoding step
@@ -132,8 +131,10 @@ class CudaBackend:
         transport: SymmetricTransport | None = None,
     ) -> CudaExecutable:  # fmt: skip
         memory, functions = memory_of(index), Functions()
-        images = [(c.cubin, c.name, c.shared) for c in artifact.codes if c.cubin]
-        carved = any(shared in (ALONE, LONG) for _, _, shared in images)
+        run = spaced(artifact.coded["steps"], memory.gpu.facts["multiprocessors"])
+        most = {c.name: c.shared for c in (*artifact.codes, *sorted(run, key=lambda c: c.shared))}
+        images = [(c.cubin, c.name, max(c.shared, most[c.name])) for c in artifact.codes if c.cubin]
+        carved = any(c.shared in (ALONE, LONG) for c in artifact.codes)
         for image, name, shared in (*images, *((artifact.support, name, 0) for name in SUPPORT)):
             functions[name] = memory.gpu.function(image, name, shared, functions, carved)
         if memory.gpu.short is None:

@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from rlx.backends.cuda.arrays import Export, adopt
-from rlx.backends.cuda.code import CudaCode
+from rlx.backends.cuda.code import LARGEST, CudaCode
 from rlx.backends.cuda.gpu import CudaMemory, Functions
 from rlx.backends.cuda.runs import CODE, FED, STATUS, CudaRun, Exchange, Launch, Numbered, Replay, Ring, Watch, guarded
-from rlx.backends.cuda.schedule import ALONE, BESIDE
+from rlx.backends.cuda.schedule import ALONE, BESIDE, RESERVED
 from rlx.backends.cuda.staging import SMALL
 from rlx.backends.cuda.transfers import Download, Upload
 from rlx.backends.shared.loaded import POISON, check_fits
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 NEVER_WRITTEN = (Region.PARAM, Region.PREPARED, Region.CONSTANT)  # by the kernels of a run
 OF_STORE = ("_ring", "_fed", "_whole", "_steps", "_commits")  # what has addresses of a HandleStore
+THREADS_EACH, SPREAD = 2048, 6  # resident threads of a multiprocessor; blocks of one, at most, that are made to spread
 COPY_BYTES = 256 * 16  # bytes that a block of rlx_copy moves at once
 COPY_BLOCKS = 1024  # at most
 
@@ -82,12 +83,24 @@ def spaced(codes: Sequence[CudaCode], multiprocessors: int) -> Iterator[CudaCode
     """The launches of a run, with shared memory by which every multiprocessor gets one block of each product (gemv_ring.py). No
     two blocks ALONE (or LONG) fit, so they spread, whatever is there already. The next launch may have less where every
     multiprocessor has such a block: then one block fits beside each, and starts before the one in front ends. It only takes
-    bandwidth from a LONG one; a LONG one would take it from the product in front, if it started beside attention already."""
-    full = False
+    bandwidth from a LONG one; a LONG one would take it from the product in front, if it started beside attention already.
+    Small blocks behind those that have a multiprocessor each (attention, products) have some by which they spread evenly (apart):
+    they would all go to the multiprocessors that are free first. Beside those that such products have, there must be room."""
+    full = alone = False
+    least = 2 if any(code.shared in BESIDE for code in codes) else 1
     for code in codes:
         beside = full and code.shared in BESIDE
         full = not beside and code.shared == ALONE and code.blocks >= multiprocessors
-        yield replace(code, shared=BESIDE[code.shared]) if beside else code
+        room = spread(code, multiprocessors, least) if alone else 0
+        alone = 2 * code.shared > LARGEST
+        yield replace(code, shared=BESIDE[code.shared] if beside else room or code.shared)
+
+
+def spread(code: CudaCode, multiprocessors: int, least: int) -> int:
+    """Bytes of shared memory by which no multiprocessor has room for more blocks than it must take; 0: none is asked for."""
+    each = -(-code.blocks // multiprocessors)
+    small = not code.shared and len(code.stages) <= 1 and least <= each <= SPREAD and each * code.threads <= THREADS_EACH
+    return (LARGEST + RESERVED) // (each + 1) if small else 0
 
 
 class CudaExecutable(Transacted):
