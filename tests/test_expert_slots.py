@@ -13,7 +13,7 @@ import pytest
 
 from rlx.driver import slots as slots_module
 from rlx.driver.slots import IS_FAR, Choices, Router, SlotPart, Slots, SlotTiers, Tally
-from rlx.errors import OutOfMemoryError
+from rlx.errors import DeviceError, OutOfMemoryError
 from rlx.ir.kernel_parse import parse_kernel
 from rlx.ir.sections import section
 from rlx.runtime.pool import ExpertPool
@@ -165,6 +165,22 @@ def test_interrupts_lose_no_slot() -> None:
             assert [part.slots[slot] if slot >= 0 else -1 for slot in table] == [e if w else -1 for e, w in enumerate(wanted)]
             assert len(part.slots) == sum(wanted)
     assert line > 50
+
+
+def test_an_error_of_the_device_while_work_is_looked_for_is_raised() -> None:
+    """The thread died of it, and whoever waited for its work waited for ever."""
+    tiers, window = HostSlots({}), Router(lambda: None)
+    for name in "ab":
+        tiers.join(name, 12, 2, [SlotMemory(12, 12)], window)
+    with pytest.raises(DeviceError, match="gone"), ExpertPool(tiers, 12, "predict") as pool:
+        tiers.going = _gone  # type: ignore[method-assign]
+        pool.queued()
+        while pool._thread is not None and pool._thread.is_alive() and pool._error is None:
+            time.sleep(0.001)
+
+
+def _gone() -> bool:
+    raise DeviceError("gone")
 
 
 def test_a_pool_closes_while_its_thread_reads_a_log() -> None:

@@ -279,10 +279,12 @@ class ExpertPool(Shown):
         self._ready.notify_all()
 
     def _work(self) -> None:
-        while (job := self._job()) is not None:
-            act, layer, experts = job
-            error = None
+        while True:
+            layer, error = 0, None
             try:
+                if (job := self._job()) is None:
+                    return
+                act, layer, experts = job
                 for expert in experts:
                     act(layer, expert)
             except BaseException as e:  # noqa: BLE001  raised by the next forward
