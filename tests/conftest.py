@@ -63,7 +63,7 @@ def pytest_xdist_setupnodes() -> None:
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """What is imported and collected stays: looking for garbage among it would take a fifth of the time."""
+    """Objects that are imported and collected stay: looking for garbage among it would take a fifth of the time."""
     gc.disable()
     if (worker := getattr(session.config, "workerinput", None)) is not None:
         bytecode.import_part(int(worker["workerid"].removeprefix("gw")), worker["workercount"], session.config.args)

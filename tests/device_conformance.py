@@ -72,7 +72,7 @@ def cases_of(op: str, device: str) -> list[Case]:
 
 
 def in_turn(found: list[Case]) -> list[Case]:
-    """What a composite is made of depends on the sample alone, and how its parts compute on the dtype alone, of which those have
+    """A composite's parts depend on the sample alone, and how they compute on the dtype alone, of which those parts have
     cases of their own. So each sample has two dtypes, the first and another in turn, and each dtype has a sample."""
     kept: dict[tuple[int, DType], None] = {}
     for index, same in groupby(found, key=lambda c: c.index):

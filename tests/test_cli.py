@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import rlx
 from rlx.cli.main import run
@@ -365,7 +366,7 @@ def test_closed_streams_are_empty(line: str, code: int, says: str) -> None:
 
 
 def test_no_word_is_lost_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr("rlx.cli.show._out", Console(highlight=False, width=30))  # made once in a process: COLUMNS would stay
     for command in ("devices", "knobs"):
         assert exit_code(command) == 0 and "…" not in capsys.readouterr().out
 

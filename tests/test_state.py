@@ -242,7 +242,7 @@ def with_updates() -> rlx.Graph:
 
 @pytest.mark.parametrize("capacity", [2, 100])
 def test_a_row_taken_modulo_one_is_row_zero(session: rlx.Session, capacity: int) -> None:
-    """What is the same for all rows holds comparisons of constants then, and a search for the row at which it changes failed."""
+    """The part that is the same for all rows holds comparisons of constants then, and a search for the row of a change failed."""
     g = rlx.Graph("ring")
     old, new, i = (g.input(name, dims, "i64") for name, dims in (("old", (capacity,)), ("new", (capacity,)), ("i", ())))
     g.set_outputs([rlx.update_rows(old, new, i % 1)])
