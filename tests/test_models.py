@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -308,6 +309,21 @@ def test_ids_that_no_network_takes(folder, part, what):
         load(folder)
 
 
+def test_tokenizers_that_end_their_package_are_damaged_files(folder):
+    """By an exception of no class of its own, by a panic, and by padding to a length that takes all memory."""
+    path = folder / "tokenizer.json"
+    sound = json.loads(path.read_text())
+    path.write_text(json.dumps(sound | {"model": sound["model"] | {"unk_token": "[none]"}}))
+    with pytest.raises(CorruptFileError, match="contradicts itself.*UNK"):
+        load(folder).embed(["\u1234"])
+    path.write_text(json.dumps(sound | {"post_processor": sound["post_processor"] | {"special_tokens": {}}}))
+    with pytest.raises(CorruptFileError, match=re.escape(str(path))):
+        load(folder)
+    length = {"strategy": {"Fixed": 2**31}, "direction": "Right", "pad_to_multiple_of": None}
+    path.write_text(json.dumps(sound | {"padding": length | {"pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"}}))
+    assert load(folder)._tokenizer(["hello"]) == [[101, 7592, 102]]
+
+
 def test_config_without_a_size(folder):
     config = json.loads((folder / "config.json").read_text())
     del config["hidden_size"]
@@ -402,6 +418,17 @@ def test_a_few_short_texts_take_one_shape():
 
 def test_models_is_reachable_from_the_package():
     assert rlx.models.load is load
+
+
+def test_arguments_of_a_load(folder):
+    assert load(folder, device="null").device.name == "null"
+    for how, said in (
+        ({"weights": "int8"}, "EmbeddingModel has no argument 'weights'; there are 'device', 'options', 'session', 'threads'"),
+        ({"device": "ref", "session": rlx.Session()}, "'device' and a session were given"),
+        ({"threads": 0}, "threads"),
+    ):
+        with pytest.raises(OptionError, match=said):
+            load(folder, **how)
 
 
 def test_what_is_no_model_and_no_number_is_said(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlx.errors import CorruptFileError, InputDTypeError, flag
 from rlx.frontends.gguf import GgufFile, build_tokenizer
-from rlx.frontends.text import IDS, checked, read_tokenizer
+from rlx.frontends.text import DAMAGED, IDS, checked, read_tokenizer, tokenising
 from rlx.frontends.weights import read_json
 
 
@@ -19,8 +19,6 @@ class TextCodec:
     def __init__(self, tokenizer: Any, ends: Iterable[int], chat_template: str | None, special: dict[str, str]) -> None:
         """`tokenizer`: a `tokenizers.Tokenizer`."""
         self._tokenizer, self.ends, self.chat_template, self.special = tokenizer, frozenset(ends), chat_template, special
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
 
     def described(self) -> dict[str, Any]:
         """All but the tokenizer, for JSON."""
@@ -36,7 +34,9 @@ class TextCodec:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Ids of a text. `special`: add the tokens that the model expects around every text (a rendered template has them)."""
-        return self._tokenizer.encode(checked(text, "the prompt"), add_special_tokens=flag("special", special)).ids
+        text, special = checked(text, "the prompt"), flag("special", special)
+        with tokenising(DAMAGED):
+            return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """The text of `ids`. `special`: include tokens such as "<|end|>". InputDTypeError: they are no ids."""

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlx.errors import CorruptFileError, ModelError, RlxError, Unsupported, known
+from rlx.errors import CorruptFileError, ModelError, Unsupported, known
+from rlx.frontends.text import tokenising
 from rlx.ir.blocks import FORMATS
 from rlx.ir.dtype import DTYPES
 from rlx.records import record
@@ -290,15 +291,11 @@ def build_tokenizer(file: GgufFile) -> Any:
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise CorruptFileError(f"{file.path}: {len(tokens) - len(vocab)} tokens appear twice in the vocabulary")
-    try:
+    with tokenising(f"{file.path}: no tokenizer can be built from the vocabulary"):
         made, begins = makers[kind](file, vocab, types)
         whole = [(token, role) for token, role in zip(tokens, types) if token and role in (_UNKNOWN, _CONTROL, _USER)]
         made.add_tokens([tokenizers.AddedToken(token, special=role != _USER, normalized=False) for token, role in whole])
         made.post_processor = _ends(file, tokens, begins)
-    except RlxError:
-        raise
-    except Exception as e:  # noqa: BLE001  the package raises bare Exception for every fault of a vocabulary
-        raise CorruptFileError(f"{file.path}: no tokenizer can be built from the vocabulary ({e})") from None
     return made
 
 

@@ -29,15 +29,17 @@ def load(path: str | PathLike[str], **how: Any) -> Any:
       the model, ready to run, without the compiler. `device`, `threads`, `verify`, `trust`: see rlx.runtime.artifact. `model`:
       where the weights are, for a model saved without them. The file holds machine code: one that another user could have
       written is an UntrustedFileError, unless `trust` is True.
-    - an .onnx file: an OnnxModel, which compiles for the dims of its inputs when they first come. `session`, `device`, `options`.
+    - an .onnx file: an OnnxModel, which compiles for the dims of its inputs when they first come. `how`: arguments of the class.
     - a Hugging Face folder or a .gguf file, or the name of one on the Hub (ORG/NAME, ORG/NAME/FILE.gguf): an EmbeddingModel for
       encoders of BERT type, else a LanguageModel. They compile when they first run. `how`: arguments of the class.
+
+    `device` and `threads` stand for `session=rlx.Session(device, threads=threads)`.
 
     ModelError: it is none of these, or a file is missing or unsupported; the message says which."""
     if begins_with(path := model_path(path)):
         return _stored(path, **how)
     if path.suffix == ".onnx":
-        return _package(str(path)).OnnxModel(path, **how)
+        return _made(_package(str(path)).OnnxModel, path, how)
     if path.is_file() and path.suffix != ".gguf" and not begins_with(path, b"GGUF"):
         raise ModelError(f"{path} is neither an artifact of rlx nor a GGUF file: it begins with neither mark")
     from rlx.frontends.embedding import ENCODERS, EmbeddingModel
@@ -51,10 +53,28 @@ def load(path: str | PathLike[str], **how: Any) -> Any:
         )
     family = read_json(path / "config.json").get("model_type") if path.is_dir() else None
     if family in ENCODERS:
-        return EmbeddingModel(path, **how)
+        return _made(EmbeddingModel, path, how)
     if path.is_dir() and family not in (*FAMILIES,):
         raise ModelError(f"{path}: model_type {family!r} is not supported; supported: {known((*ENCODERS, *FAMILIES))}")
-    return LanguageModel(path, **how)
+    return _made(LanguageModel, path, how)
+
+
+def _made(kind: Any, path: Any, how: dict[str, Any]) -> Any:
+    """`device` and `threads` are those of a new session. OptionError: models of this kind do not take an argument."""
+    if how:
+        from inspect import signature  # slow to import
+
+        from rlx.runtime.session import Session
+
+        _, *takes = signature(kind).parameters
+        if placed := {name: how.pop(name) for name in ("device", "threads") if name in how}:
+            if how.get("session") is not None:
+                raise OptionError(f"{path}: {known(placed)} and a session were given: the session has both")
+            how["session"] = Session(**placed)
+        if extra := how.keys() - takes:
+            there = known({*takes, "device", "threads"})
+            raise OptionError(f"{path}: {kind.__name__} has no argument {known(extra)}; there are {there}")
+    return kind(path, **how)
 
 
 def from_onnx(

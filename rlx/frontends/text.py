@@ -6,16 +6,18 @@ that builds batches pads them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlx.errors import CorruptFileError, InputDTypeError, ModelError
+from rlx.errors import CorruptFileError, InputDTypeError, ModelError, RlxError
 from rlx.frontends.weights import read_json
 
 IDS = 1 << 31  # ids are below this: networks take them as i32
 LARGE = b"0" * len(str(IDS))
 _DIGITS = bytes(ord("0") if chr(c).isdigit() and c < 128 else ord(" ") for c in range(256))
+DAMAGED = "the model's tokenizer cannot take a text: its file contradicts itself"
 _CHUNK = 1024  # texts tokenised at once: bounds the memory that the tokenizer's own records take
 
 
@@ -25,7 +27,6 @@ class Tokenizer:
     def __init__(self, tokenizer: Any, lower: bool, max_length: int, source: str) -> None:
         """`tokenizer`: a `tokenizers.Tokenizer`. `source`: its origin, for errors."""
         self._tokenizer, self.lower, self.max_length = tokenizer, lower, max_length
-        self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(self.max_length)
         if (special := len(self([""])[0])) > self.max_length:
             raise ModelError(f"{source}: a maximum length of {self.max_length} has no room for the {special} special tokens")
@@ -40,7 +41,8 @@ class Tokenizer:
         texts = [checked(text, f"text {i}") for i, text in enumerate(texts)]
         texts = [text.lower() for text in texts] if self.lower else texts
         chunks = (texts[start : start + _CHUNK] for start in range(0, len(texts), _CHUNK))
-        return [e.ids for chunk in chunks for e in self._tokenizer.encode_batch_fast(chunk)]
+        with tokenising(DAMAGED):
+            return [e.ids for chunk in chunks for e in self._tokenizer.encode_batch_fast(chunk)]
 
     def to_json(self) -> bytes:
         """The content of a tokenizer.json."""
@@ -69,21 +71,35 @@ def tokenizer_of(content: bytes, source: str) -> Any:
         import tokenizers
     except ImportError as e:
         raise ModelError("text input needs the package `tokenizers`: pip install 'rlx[models]'") from e
-    try:
+    with tokenising(f"{source} is not a tokenizer"):
         made = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as e:  # noqa: BLE001  the package raises bare Exception for every fault of the file
-        raise CorruptFileError(f"{source} is not a tokenizer ({e})") from None
-    _check_ids(content, made, source)
+        made.no_padding()  # before anything is encoded: it may be by any length
+        made.no_truncation()
+        _check_ids(content, made, made.encode("").ids, source)
     return made
 
 
-def _check_ids(content: bytes, tokenizer: Any, source: str) -> None:
-    """CorruptFileError: an id of the tokenizer does not fit the i32 that networks take. The whole vocabulary is checked only
-    if the file contains a number that large, since that takes as long as reading the file."""
+@contextmanager
+def tokenising(says: str) -> Iterator[None]:
+    """CorruptFileError in place of what the package raises for every fault of a file: bare Exception, and the panics of its Rust
+    code, which are none. `says`: what is wrong."""
+    try:
+        yield
+    except RlxError:
+        raise
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        raise CorruptFileError(f"{says} ({e})") from None
+
+
+def _check_ids(content: bytes, tokenizer: Any, around: list[int], source: str) -> None:
+    """CorruptFileError: an id of the tokenizer, or `around` every text, does not fit the i32 that networks take. The whole
+    vocabulary is checked only if the file contains a number that large, since that takes as long as reading the file."""
     if LARGE not in content.translate(_DIGITS):
         return
     ids = [(f"token {token!r}", id) for token, id in tokenizer.get_vocab(with_added_tokens=True).items()]
-    for label, id in [*ids, *(("a token around every text", id) for id in tokenizer.encode("").ids)]:
+    for label, id in [*ids, *(("a token around every text", id) for id in around)]:
         if id >= IDS:
             raise CorruptFileError(f"{source}: {label} has the id {id}; ids are below {IDS}")
 
