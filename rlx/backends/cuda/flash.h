@@ -169,16 +169,18 @@ RLX_FN void rlx_clear(unsigned char* v, const rlx_queries& t, int n0, int group)
 }
 
 RLX_FN void rlx_all_scores(float (&s)[BLOCK / 2], const unsigned char* q, const unsigned char* k) {
+  const uint32_t queries = rlx_tile(q, 0), keys = rlx_tile(k, 0);  /* in units of 16 bytes */
   rlx_products_begin();
   #pragma unroll
   for (int d = 0; d < SIZE / 16; d++)
-    rlx_scores(s, rlx_tile(q + d / 4 * Q_PART + d % 4 * 32, 1), rlx_tile(k + d / 4 * KV_PART + d % 4 * 32, 1), d > 0);
+    rlx_scores(s, queries + d / 4 * (Q_PART / 16) + d % 4 * 2, keys + d / 4 * (KV_PART / 16) + d % 4 * 2, d > 0);
   rlx_products_end();
 }
 RLX_FN void rlx_all_values(float (&sums)[WIDTH / 2], const uint32_t (&p)[BLOCK / 16][4], const unsigned char* v, bool add) {
+  const uint32_t values = rlx_tile(v, KV_PART);
   rlx_products_begin();
   #pragma unroll
-  for (int n = 0; n < BLOCK / 16; n++) rlx_values(sums, p[n], rlx_tile(v + n * 2048, KV_PART), add || n > 0);
+  for (int n = 0; n < BLOCK / 16; n++) rlx_values(sums, p[n], values + n * (2048 / 16), add || n > 0);
   rlx_products_end();
 }
 RLX_FN void rlx_narrow(uint32_t (&p)[BLOCK / 16][4], const float (&s)[BLOCK / 2]) {
@@ -187,7 +189,8 @@ RLX_FN void rlx_narrow(uint32_t (&p)[BLOCK / 16][4], const float (&s)[BLOCK / 2]
 }
 
 template <class S, class M, class F> RLX_FN void rlx_flash_sums(const rlx_ring& r, float* staged, const S& start, const M* mask, const F& put) {
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, group = threadIdx.x / 128 - 1;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128 - 1, 0);  /* in a uniform register */
   const unsigned char* const q = r.q + group * 64 * 128;
   const auto release = [&](uint64_t* b) { if (lane == 0) rlx_arrive(b); };
   if (GROUPS > 1 && group == GROUPS - 1) rlx_pass(0);

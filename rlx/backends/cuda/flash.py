@@ -113,19 +113,21 @@ class FlashWriter(AttentionWriter):
 
 def product_functions(block: int, width: int, dtype: str) -> Iterator[str]:
     """rlx_scores and rlx_values of flash.h."""
-    for name, n, left in (("scores", block, "uint64_t a"), ("values", width, "const uint32_t (&a)[4]")):
+    for name, n, left in (("scores", block, "uint32_t a"), ("values", width, "const uint32_t (&a)[4]")):
         count, more = n // 2, 4 if name == "values" else 1
         registers = ", ".join(f"%{i}" for i in range(count))
         outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-        a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}" if more == 4 else f"%{count}"
-        inputs = ", ".join(f'"r"(a[{i}])' for i in range(4)) if more == 4 else '"l"(a)'
+        a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}" if more == 4 else "a"
+        inputs = ", ".join(f'"r"(a[{i}])' for i in range(4)) if more == 4 else '"r"(a)'
+        halves = "" if more == 4 else f'mov.b64 a, {{%{count}, " RLX_TILES "}}; '
+        halves += f'mov.b64 b, {{%{count + more}, " RLX_TILES "}}; '
         transposed = "1" if more == 4 else "0, 0"
         yield (
-            f"RLX_FN void rlx_{name}(float (&d)[{count}], {left}, uint64_t b, int add) {{\n"
-            f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + more + 1}, 0; '
-            f'wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} "\n'
-            f'    "{{{registers}}}, {a}, %{count + more}, p, 1, 1, {transposed}; }}"\n'
-            f'    : {outputs}\n    : {inputs}, "l"(b), "r"(add));\n}}'
+            f"RLX_FN void rlx_{name}(float (&d)[{count}], {left}, uint32_t b, int add) {{\n"
+            f'  asm volatile("{{ .reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %{count + more + 1}, 0; {halves}"\n'
+            f'    "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} "\n'
+            f'    "{{{registers}}}, {a}, b, p, 1, 1, {transposed}; }}"\n'
+            f'    : {outputs}\n    : {inputs}, "r"(b), "r"(add));\n}}'
         )
 
 

@@ -48,10 +48,13 @@ RLX_FN void rlx_load_box(void* to, const rlx_map* map, uint64_t* b, int c0, int 
     ::"r"(rlx_at(to)), "l"(map), "r"(rlx_at(b)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
 }
 
-/* The matrix descriptor of a tile with 128-byte swizzle. `leading`: bytes between blocks of 64 elements along the contiguous axis
-   of a tile that is not contiguous along the summed one. */
-RLX_FN uint64_t rlx_tile(const void* at, int leading) {
-  return (uint64_t)((rlx_at(at) & 0x3ffff) >> 4) | (uint64_t)(leading >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | 1ull << 62;
+/* The lower half of the matrix descriptor of a tile with 128-byte swizzle; the upper one is the same for all. `leading`: bytes
+   between blocks of 64 elements along the contiguous axis of a tile that is not contiguous along the summed one. The same in all
+   threads of a warp, as the compiler sees from the shuffle: only so it adds to it in uniform registers, where instructions take
+   descriptors from. A move to them for each product takes longer than the product. */
+#define RLX_TILES "0x40000040"  /* the upper half: 128-byte swizzle, 1024 bytes between blocks of 8 lines */
+RLX_FN uint32_t rlx_tile(const void* at, int leading) {
+  return __shfl_sync(0xffffffffu, (rlx_at(at) & 0x3ffff) >> 4 | leading >> 4 << 16, 0);  /* less the block's rank in the cluster */
 }
 RLX_FN void rlx_products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 RLX_FN void rlx_products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

@@ -13,6 +13,7 @@ from rlx.ir.dtype import f32, index_
 from rlx.ir.kernel import Contract, Operand, Stmt, Var, const, k
 
 SLAB = 64 * LINE  # bytes of 64 rows (or columns) of a stage
+UNIT = 16  # bytes, of addresses in matrix descriptors
 AT_ONCE = 16  # lines that a warp loads at once
 
 
@@ -81,7 +82,7 @@ class TensorWriter(PackedCopies, TileEnds):
                 self.line(f"if ({self.sharing}) rlx_cluster_shares();")
         with self.scope(["else {"]), self.alone():
             self.line(f"rlx_take<{taken}>();")
-            self.line(f"const int group = warp / 4 - {at.copying};")
+            self.line(f"const int group = __shfl_sync(0xffffffffu, warp / 4 - {at.copying}, 0);  // in a uniform register")
             if t.turns:
                 self.line("int taken = 0;")
                 self.line("if (group == 1) rlx_group_next(0);")
@@ -344,15 +345,15 @@ class TensorWriter(PackedCopies, TileEnds):
             self.line("turn += group;")
         with self.scope([f"for (int k0 = {first}; k0 < end; k0 += {each * depth(c)}, turn += {each}) {{"]):
             self.line(f"const int s = turn % {t.stages};")
+            self.line(f"const uint32_t at = rlx_tile(rlx_ring + s * {t.stage}, {SLAB});")
             self.line(f"rlx_await(full + s, turn / {t.stages} & 1);")
-            self.line(f"const unsigned char* const at = rlx_ring + s * {t.stage};")
             self.line("rlx_products_begin();")
             for part, slab in ((p, n) for p in range(LINE // 32) for n in range(t.slabs)):
-                own = "" if t.turns or t.alternate else f"group * {t.slabs * SLAB} + "
-                left = f"at + {own}{slab * SLAB + part * (32 if a.along else 2048)}"
-                right = f"at + {t.rows * LINE + part * (32 if b.along else 2048)}"
+                own = "" if t.turns or t.alternate else f"group * {t.slabs * SLAB // UNIT} + "
+                left = f"at + {own}{(slab * SLAB + part * (32 if a.along else 2048)) // UNIT}"
+                right = f"at + {(t.rows * LINE + part * (32 if b.along else 2048)) // UNIT}"
                 add = 1 if part else 0 if tensor.promoted(c) else f"k0 > {first}"
-                self.line(f"rlx_product({into}[{slab}], rlx_tile({left}, {SLAB}), rlx_tile({right}, {SLAB}), {add});")
+                self.line(f"rlx_product({into}[{slab}], {left}, {right}, {add});")
             self.line("rlx_products_end();")
             if tensor.promoted(c):  # the other group multiplies meanwhile
                 self.line("rlx_products_wait<0>();")
@@ -379,7 +380,7 @@ class TensorWriter(PackedCopies, TileEnds):
 
 
 def product_function(columns: int, sides: Sequence[Side], kind: str) -> str:
-    """rlx_product(sum, a, b, add): sum = a @ b (+ sum), 64 rows by `columns`, 32 bytes deep."""
+    """rlx_product(sum, a, b, add): sum = a @ b (+ sum), 64 rows by `columns`, 32 bytes deep. a and b: as rlx_tile gives them."""
     count, whole = columns // 2, kind.startswith("s32")
     registers = ", ".join(f"%{n}" for n in range(count))
     outputs = ", ".join(f'"+{"r" if whole else "f"}"(d[{n}])' for n in range(count))
@@ -387,10 +388,11 @@ def product_function(columns: int, sides: Sequence[Side], kind: str) -> str:
     signs = "" if whole else "".join(f", {n}" for n in (1, 1, *turned))
     shape = f"m64n{columns}k{16 if turned else 8 if 'tf32' in kind else 32}.{kind}"
     return (
-        f"RLX_FN void rlx_product({'int' if whole else 'float'} (&d)[{count}], uint64_t a, uint64_t b, int add) {{\n"
-        f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0; wgmma.mma_async.sync.aligned.{shape} "\n'
-        f'    "{{{registers}}}, %{count}, %{count + 1}, p{signs}; }}"\n'
-        f'    : {outputs}\n    : "l"(a), "l"(b), "r"(add));\n}}\n'
+        f"RLX_FN void rlx_product({'int' if whole else 'float'} (&d)[{count}], uint32_t a, uint32_t b, int add) {{\n"
+        f'  asm volatile("{{ .reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %{count + 2}, 0; "\n'
+        f'    "mov.b64 a, {{%{count}, " RLX_TILES "}}; mov.b64 b, {{%{count + 1}, " RLX_TILES "}}; "\n'
+        f'    "wgmma.mma_async.sync.aligned.{shape} {{{registers}}}, a, b, p{signs}; }}"\n'
+        f'    : {outputs}\n    : "r"(a), "r"(b), "r"(add));\n}}\n'
     )
 
 
