@@ -234,6 +234,8 @@ def test_rows_that_begin_anywhere_take_vectors_from_their_first_aligned_element_
     for build in (lambda x: rlx.sum(x, axis=1), lambda x: rlx.argmax(x, axis=1), lambda x: rlx.cumsum(x, axis=1)):
         found, body = text(build, (9000, 2003))
         assert (p := found.peel) and (p.whole + p.beside, p.size) == (2003, size) and f"rlx_fetch<{size}>" in body
+    for other in ("u8", "i16", "f64"):
+        assert cubin(text_of(launch_of(one(lambda g: rlx.cumsum(g.input("x", (64, 2003), other), axis=1))), "kernel"), "sm_90a")  # noqa: B023
     kept, _ = text(rlx.softmax, (64, 2003))
     assert bool(kept.peel) == (dtype == "f32")  # as many bf16 elements take longer to compute than to load
     assert not text(lambda x: rlx.sum(x, axis=1), (64, 2000))[0].peel and not text(rlx.softmax, (64, 301))[0].peel

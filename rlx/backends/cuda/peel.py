@@ -12,7 +12,7 @@ from rlx.backends.shared.nest import substitute
 from rlx.ir.kernel import EXTREMES, Expr, Kernel, Let, Load, Local, Loop, Stmt, Store, Var, coefficient, const, k, walk
 from rlx.records import record
 
-LEAST, REDUCED = 512, 64  # elements of a row that gains, and of one that is only reduced
+LEAST, REDUCED = 512, 128  # elements of a row that gains, and of one that is only reduced
 COMPUTED = 4  # elements of a vector, at most, where results are computed from them: this takes longer than to load more
 HEAD, ORIGIN = Var("head"), Var("origin")  # the iteration that the first vector of a row begins with; its place, in vectors
 

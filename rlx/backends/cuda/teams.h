@@ -309,7 +309,7 @@ template <int V, class E> RLX_FN void rlx_put_inside(E* at, const E (&values)[V]
   #pragma unroll
   for (int v = 0; v < V; v++) if (first + v >= 0 && first + v < count) at[v] = values[v];
 }
-template <int V, class E> RLX_FN void rlx_clear_outside(E (&values)[V], E none, rlx_index first, rlx_index count) {
+template <int V, class E, class N> RLX_FN void rlx_clear_outside(E (&values)[V], N none, rlx_index first, rlx_index count) {
   if (first >= 0 && first + V <= count) return;
   asm volatile("" ::: "memory");
   #pragma unroll
