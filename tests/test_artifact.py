@@ -294,6 +294,14 @@ def test_a_write_that_fails_leaves_the_old_file(made, tmp_path, monkeypatch):
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["x.rlx"]
 
 
+def test_pipes_and_devices_stay_what_they_are(made, tmp_path):
+    """Root's /dev/null became a file."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OptionError, match="pipe.*it is no file"):
+        made[1][0].save(tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo() and os.listdir(tmp_path) == ["pipe"]
+
+
 # -- what is refused
 
 

@@ -423,7 +423,7 @@ def test_models_is_reachable_from_the_package():
 def test_arguments_of_a_load(folder):
     assert load(folder, device="null").device.name == "null"
     for how, said in (
-        ({"weights": "int8"}, "EmbeddingModel has no argument 'weights'; there are 'device', 'options', 'session', 'threads'"),
+        ({"weights": "int8"}, "EmbeddingModel has no argument 'weights'; it has 'device', 'options', 'session', 'threads'"),
         ({"device": "ref", "session": rlx.Session()}, "'device' and a session were given"),
         ({"threads": 0}, "threads"),
     ):

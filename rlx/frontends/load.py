@@ -72,8 +72,7 @@ def _made(kind: Any, path: Any, how: dict[str, Any]) -> Any:
                 raise OptionError(f"{path}: {known(placed)} and a session were given: the session has both")
             how["session"] = Session(**placed)
         if extra := how.keys() - takes:
-            there = known({*takes, "device", "threads"})
-            raise OptionError(f"{path}: {kind.__name__} has no argument {known(extra)}; there are {there}")
+            raise OptionError(f"{path}: {kind.__name__} has no argument {known(extra)}; it has {known({*takes, *FROM_FILE[:2]})}")
     return kind(path, **how)
 
 

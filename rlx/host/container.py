@@ -85,6 +85,8 @@ class Writer:
         return HEADER.size + len(text) + at
 
     def _replace(self, text: bytes, starts: list[int], ends: list[int]) -> None:
+        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):  # such as /dev/null
+            raise ValueError("it is no file, and a file would take its place")
         facts = MAGIC, FORMAT, 0, len(text), HEADER.size + len(text) + (ends[-1] if ends else 0)
         temporary = self.path.with_name(f".{self.path.name}.{os.urandom(6).hex()}")
         number = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
