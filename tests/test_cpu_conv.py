@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -313,6 +314,8 @@ def test_few_results_are_sums_of_lines(x: tuple, w: tuple, given: dict, dtype: D
     kernels = [step.kernel for step in lower(g, with_natives(TARGETS["host"]), rlx.CompileOptions()).steps]
     (line,) = [one for one in kernels if "mul" in one.name]
     assert {"mul", "sum"} <= set(line.origin)
+    batch, _, *lines = g.outputs[0].shape.static
+    assert max(buffer.size for one in kernels for buffer in one.buffers) < batch * math.prod(lines) * math.prod(w[1:])
     rng = np.random.default_rng(0)
     arrays = {name: rng.integers(-9, 9, dims).astype(dtype.numpy) for name, dims in (("x", x), ("w", w))}
     np.testing.assert_array_equal(rlx.compile(g).run(arrays)[0], evaluate(g, arrays)[0][0])

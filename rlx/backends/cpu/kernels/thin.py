@@ -11,7 +11,7 @@ from math import prod
 from rlx.ir.graph import HANDLE, INPUT, Node, Value
 from rlx.ir.layout import Layout, is_line, one_stride
 from rlx.ir.op import Contraction, Kind
-from rlx.ir.ops import copy, sum
+from rlx.ir.ops import broadcast_to, copy, sum
 from rlx.ir.shape import contiguous_strides
 
 FEW, LONG = 4, 64  # columns for each of which rows are read again, if these are single runs of so many elements
@@ -54,6 +54,9 @@ def _by_row(node: Node, c: Contraction) -> Value:
     lead, last = len(c.a_batch), tuple(range(-len(depth), 0))
     left = _ordered(a, c.a_batch, c.a_rows + c.a_sum, (*[1] * len(columns), *rows, *depth))
     right = _ordered(b, c.b_batch, c.b_columns + c.b_sum, (*columns, *[1] * len(rows), *depth))
+    if a.dtype != out.dtype.compute:  # converted on the way, for each column again: else all windows would be stored converted
+        batch = (max(x, y) for x, y in zip(left.shape.static[:lead], right.shape.static[:lead]))
+        left = broadcast_to(left, dims=(*batch, *columns, *rows, *depth))
     made = sum(left.astype(out.dtype.compute) * right.astype(out.dtype.compute), axis=last)
     behind = range(lead + len(columns), lead + len(columns) + len(rows))
     made = made.transpose(*range(lead), *behind, *range(lead, lead + len(columns)))  # type: ignore[union-attr]
