@@ -299,13 +299,15 @@ def test_a_schedule_depends_on_where_memory_is_contiguous() -> None:
 
 @pytest.mark.parametrize("dtype", ["f32", "f64", "bf16", "i8", "u64"])
 def test_rows_are_sorted_by_every_schedule(dtype: str) -> None:
-    """All or a few elements of short and of long rows, with ties, NaN and zeros of both signs."""
+    """All or a few elements of short and of long rows, with ties, NaN, zeros of both signs, and the greatest integers."""
     kind, g, inputs = rlx.as_dtype(dtype), rlx.Graph("sorts"), {}
     outputs: list[rlx.Value] = []
     for n in (1, 2, 33, 64, 100, 1000):
         x = (RNG.standard_normal((2, n)) * 30).astype(np.int8).astype(kind.numpy)
         if kind.is_float:
             x[0, ::3], x[1, ::2], x[1, 1::5] = np.nan, -0.0, np.inf
+        else:
+            x[1, 2:] = np.iinfo(x.dtype).max
         inputs[f"x{n}"] = x
         v = g.input(f"x{n}", x.shape, kind)
         for count in {1, min(n, 5), n // 2, n}:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rlx.backends.shared.nest import changed
-from rlx.ir.dtype import DType, i32, index_, u32, u64
+from rlx.ir.dtype import DType, bool_, i32, index_, u32, u64
 from rlx.ir.kernel import Carry, Contract, Expr, Kernel, Let, Load, Local, Loop, Reduce, Sort, Stmt, Store, Var, const, k
 from rlx.records import record
 
@@ -74,8 +74,11 @@ def ordered(s: Sort, room: Callable[[str, DType, int], Local]) -> tuple[Stmt, ..
         counted: s.n * (EACH + -(-s.n // LANES) * COMPARED),
         by_digits: (digits + 1) * s.n * MOVED + digits * DIGITS,
     }
+    taken = (s.n + s.kept * (block + blocks)) / LANES * SCANNED
     if s.value.dtype.itemsize <= 4:
-        times[out_of_blocks] = (s.n + s.kept * (block + blocks)) / LANES * SCANNED + s.kept * TAKEN
+        times[out_of_blocks] = taken + s.kept * TAKEN
+    elif s.n < 1 << 31:
+        times[wide_out_of_blocks] = 2 * (taken + s.kept * TAKEN)
     chosen = min(times, key=times.__getitem__)
     line = Line(s, room("values", s.value.dtype, s.n), room("items", u64, blocks * block), room)
     key, value = key_of(Load(line.values, s.i), s.descending), s.value
@@ -170,3 +173,36 @@ def out_of_blocks(line: Line) -> tuple[Stmt, ...]:
         Store(heads, where, following), *line.results(line.place(least)),
     )  # fmt: skip
     return rest, heads_of_all, Loop(s.to, s.kept, take)
+
+
+def wide_out_of_blocks(line: Line) -> tuple[Stmt, ...]:
+    """The same for keys of which several may be equal: beside the least key of every block its first place is kept, n where the
+    block has no more."""
+    s, j, b, block = line.s, Var("j"), Var("b"), block_of(line.s.n)
+    blocks, none, end = -(-s.n // block), const(2**64 - 1, u64), const(s.n, i32)
+    heads, places = line.room("heads", u64, blocks), line.room("places", i32, blocks)
+    least, origin = Var("least", u64), Var("origin", i32)
+
+    def store_head(of: Expr, greater: Callable[[Expr, Expr], Expr] | None) -> tuple[Stmt, ...]:
+        """The least of a block's items, or of its later ones, and where it is."""
+        first, place, at = Var("first", u64), Var("place", i32), k.add(k.mul(of, const(block)), j)
+        item, here = Load(line.held, at), k.cast(at, i32)
+        later = greater(item, here) if greater else const(True, bool_)
+        alike = k.and_(later, k.eq(item, first))
+        return (
+            Loop(j, block, (), vector=True, reduces=(Reduce(first, "min", k.select(later, item, none)),)),
+            Loop(j, block, (), vector=True, reduces=(Reduce(place, "min", k.select(alike, here, end)),)),
+            Store(heads, of, first), Store(places, of, place),
+        )  # fmt: skip
+
+    rest = Loop(j, blocks * block - s.n, (Store(line.held, k.add(j, const(s.n)), none),), vector=True)
+    first_of_all = k.select(k.eq(Load(heads, b), least), Load(places, b), end)
+    where = Var("where")
+    take = (
+        Loop(b, blocks, (), vector=True, reduces=(Reduce(least, "min", Load(heads, b)),)),
+        Loop(b, blocks, (), vector=True, reduces=(Reduce(origin, "min", first_of_all),)),
+        Let(where, k.div(k.cast(origin, index_), const(block))),
+        *store_head(where, lambda item, here: k.or_(k.lt(least, item), k.and_(k.eq(item, least), k.lt(origin, here)))),
+        *line.results(k.cast(origin, index_)),
+    )
+    return rest, Loop(b, blocks, store_head(b, None)), Loop(s.to, s.kept, take)
