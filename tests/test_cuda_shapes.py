@@ -7,10 +7,11 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install rlx[cuda]")
 
-from test_cuda import on_gpu, one
+from test_cuda import graph, kernels, on_gpu, one
 
 import rlx
 from rlx.backends.cuda.code import cubin, launch_of, text_of
+from rlx.backends.cuda.direct import DirectLaunch
 from rlx.backends.cuda.scatter import ScatterLaunch
 from rlx.backends.cuda.schedule import Launch
 from rlx.backends.cuda.sorts import SortLaunch
@@ -45,6 +46,28 @@ def test_products_of_two_terms_are_loops():
     kernel = one(lambda g: g.input("x", (384, 256, 1), "f32") @ g.input("y", (384, 1, 300), "f32"))
     found = launch_of(kernel, "sm_90a")
     assert type(found) is Launch and found.vector == 4 and "for (rlx_index" not in text_of(found, "kernel").split("extern")[1]
+
+
+CONVOLUTIONS = {  # dims of the image and the weights, channels last, dtype, strides; then channels, places and shares of a thread
+    "for each channel": ((8, 56, 56, 96), (7, 7, 1, 96), True, "f32", 1, (4, 8, 1)),
+    "for each of a small image": ((1, 14, 14, 96), (7, 7, 1, 96), True, "f16", 2, (1, 1, 1)),
+    "for each, channels first": ((1, 96, 112, 112), (192, 1, 7, 7), False, "bf16", 2, (1, 8, 1)),
+    "for each of a line": ((16, 64, 1254), (64, 1, 3), False, "bf16", 1, (1, 4, 1)),
+    "to few": ((1, 128, 128, 320), (3, 3, 320, 3), True, "bf16", 1, (8, 4, 32)),
+    "to few, channels first": ((4, 32, 96, 96), (3, 32, 7, 7), False, "f16", 1, (1, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_read_the_image_as_it_lies(name):
+    image, weights, last, dtype, stride, mapped = CONVOLUTIONS[name]
+    channels = image[-1] if last else image[1]
+    groups = channels if weights[-2 if last else 1] == 1 else 1
+    how = {"strides": stride, "low": 1, "high": 1, "groups": groups, "channels_last": last}
+    made = graph(lambda g: rlx.conv(g.input("x", image, dtype), g.param("w", weights, dtype), **how))  # type: ignore[arg-type]
+    (found,) = [at for at in map(launch_of, kernels(made)) if isinstance(at, DirectLaunch)]
+    assert (found.channels, found.places, found.shares) == mapped
+    assert cubin(text_of(found, "kernel"), "sm_80")
 
 
 @pytest.mark.parametrize("mode", ["replace", "mul", "max", "min"])

@@ -12,7 +12,7 @@ from functools import cache, partial
 from threading import Thread
 from typing import Any
 
-from rlx.backends.cuda import attention, gemv_blocks, gemv_ring, scatter, segments, splits, turned
+from rlx.backends.cuda import attention, direct, gemv_blocks, gemv_ring, scatter, segments, splits, turned
 from rlx.backends.cuda.code import CudaCode, compile_kernels, compiler_version, key_of, launches_of, ptx, support
 from rlx.backends.cuda.executable import THREADS_EACH, CudaArtifact, CudaExecutable, spaced
 from rlx.backends.cuda.gemv import MOST_ROWS
@@ -149,13 +149,22 @@ def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
         name="cuda", dtypes=frozenset(DTYPES), features=(arch,), vector_bytes=16, threads=multiprocessors * THREADS_EACH,
         points_per_thread=BLOCKS / THREADS_EACH, point_elements=4096, cache_bytes=8 * COLUMNS, line_bytes=128, stores_narrow=True,
         channels_last=True, few_kernels=True, rest_bytes=REST_BYTES, alignment=256,
-        natives={"attention": attention.claim, "dequant_matmul": packed.claim, "segment_matmul": packed.claim_segments},
-        packs={"dequant_matmul": packed.packs, "segment_matmul": packed.packs, "matmul": products, "int8_matmul": products},
-        followed=frozenset({"attention", "dequant_matmul", "segment_matmul"}), computes=_computes,
+        natives={
+            "attention": attention.claim, "conv": direct.claim, "dequant_matmul": packed.claim,
+            "segment_matmul": packed.claim_segments,
+        },
+        packs={
+            "conv": direct.packs, "dequant_matmul": packed.packs, "segment_matmul": packed.packs, "matmul": products,
+            "int8_matmul": products,
+        },
+        followed=frozenset({"attention", "conv", "dequant_matmul", "segment_matmul"}), computes=_computes,
         pairs=partial(_pairs, arch),
         status_late=True, widens=frozenset(f"{a} {b}" for a in ("f16", "bf16") for b in ("f8e4m3", "f8e5m2")),
         column_bytes=COLUMN_BYTES, schedule=scatter.apart,
-        splits={"attention": splits.attention, "top_k": splits.top_k, "softmax": splits.softmax, "log_softmax": splits.softmax},
+        splits={
+            "attention": splits.attention, "conv": direct.split, "top_k": splits.top_k, "softmax": splits.softmax,
+            "log_softmax": splits.softmax,
+        },
     )  # fmt: skip
 
 

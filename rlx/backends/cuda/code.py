@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rlx.backends.cuda import attention, flash
+from rlx.backends.cuda import attention, direct, flash
 from rlx.backends.cuda.contract import Tile, TileWriter, has_tiles, in_sums, tiled
 from rlx.backends.cuda.dialect import prelude
 from rlx.backends.cuda.fma import FmaLaunch, FmaWriter, by_fma, by_rows
@@ -96,6 +96,8 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
     if attention.native_of(kernel):
         few = attention.launch(kernel, most=most, clusters=capability >= 90)
         return (flash.launch(kernel) if arch == "sm_90a" else None) or few
+    if conv := direct.conv_of(kernel):
+        return direct.launch(kernel, conv)
     blocks = of_blocks(kernel, most=most, boxes=arch == "sm_90a")
     ring = ring_of(kernel, multiprocessors, most) if capability >= 90 else None
     if found := (blocks if blocks and blocks.passes == 1 else None) or ring or few_rows(kernel, most=most):
@@ -136,7 +138,8 @@ WRITERS: dict[type[Launch], type[CudaWriter]] = {
     Launch: CudaWriter, TileLaunch: TileTransposer, FmaLaunch: FmaWriter,
     TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
     SortLaunch: SortWriter, ScatterLaunch: ScatterWriter, GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter,
-    RingLaunch: RingWriter, attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,
+    RingLaunch: RingWriter, direct.DirectLaunch: direct.DirectWriter,
+    attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,
 }  # fmt: skip
 
 

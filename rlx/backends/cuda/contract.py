@@ -1,5 +1,6 @@
 """Contractions of any dtype by plain multiply-adds: a block computes a tile of the result from tiles of both operands in shared
-memory, every thread a small square of it in registers. The epilogue runs on the finished elements."""
+memory, every thread a small square of it in registers, which also hold the operands' next tiles as they arrive. The epilogue runs
+on the finished elements."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from rlx.ir.dtype import f32, index_
 from rlx.ir.kernel import Contract, Expr, Kernel, Let, Load, Loop, Operand, Stmt, Var, const, k
 from rlx.records import record
 
-DEPTH = 16  # products per element between barriers
+DEPTH = 32  # products per element between barriers
 FEW_COLUMNS, FEW_OTHER = 4, 8  # with so few, most of a tile would be empty: of f32, whose tiles are fast, and of other dtypes
 FEW_PRODUCTS = 2  # of a sum
 
@@ -97,10 +98,14 @@ class TileWriter(CudaWriter):
         zero = CUDA.literal(0, c.acc.dtype)
         self.line(f"{t} sum[{down}][{across}];")
         self.line(f"for (int r = 0; r < {down}; r++) for (int s = 0; s < {across}; s++) sum[r][s] = {zero};")
+        put = [
+            self.fetch("a", c.a, c, at.rows, "row0", m, left=True),
+            self.fetch("b", c.b, c, at.columns, "column0", str(c.n), left=False),
+        ]
+        self.line("fetch_a(0), fetch_b(0);")
         with self.scope([f"for (rlx_index k0 = 0; k0 < {c.k}; k0 += {DEPTH}) {{"]), self.alone():
-            self.fetch("tile_a", c.a, c, at.rows, "row0", m, left=True)
-            self.fetch("tile_b", c.b, c, at.columns, "column0", str(c.n), left=False)
-            self.line("__syncthreads();")
+            for text in (*put, "__syncthreads();", f"if (k0 + {DEPTH} < {c.k}) fetch_a(k0 + {DEPTH}), fetch_b(k0 + {DEPTH});"):
+                self.line(text)
             product = CUDA.apply("fma", ("a[r]", "b[s]", "sum[r][s]"), c.acc.dtype, c.acc.dtype)
             with self.scope(["#pragma unroll", f"for (int d = 0; d < {DEPTH}; d++) {{"]):
                 self.line(f"{t} a[{down}], b[{across}];")
@@ -121,19 +126,25 @@ class TileWriter(CudaWriter):
             self.names[c.acc] = self.fix("acc", c.acc.dtype, "sum[r][s]")
             self.block(c.epilogue)
 
-    def fetch(self, tile: str, o: Operand, c: Contract, size: int, first: str, most: str, left: bool) -> None:
-        """Load `size` x DEPTH elements; adjacent threads take adjacent elements in memory. Zero outside the matrix."""
+    def fetch(self, name: str, o: Operand, c: Contract, size: int, first: str, most: str, left: bool) -> str:
+        """Declare `fetch_NAME(k0)`, which loads `size` x DEPTH elements into registers, zero outside the matrix: adjacent threads
+        take adjacent elements in memory. Returns the statement that puts them into shared memory."""
         depth_stride, side_stride = (o.col_stride, o.row_stride) if left else (o.row_stride, o.col_stride)
         at, d = ("e / {0}", "e % {0}") if depth_stride == 1 and side_stride != 1 else ("e % {1}", "e / {1}")
-        with self.scope(["#pragma unroll", f"for (int e = threadIdx.x; e < {size * DEPTH}; e += {self.launch.threads}) {{"]):
-            self.line(f"const int at = {at.format(DEPTH, size)}, d = {d.format(DEPTH, size)};")
+        t, threads = self.type(c.acc.dtype), self.launch.threads
+        each, of_thread = size * DEPTH // threads, f"const int e = n * {threads} + threadIdx.x;"
+        place_of = [f"const int at = {at.format(DEPTH, size)}, d = {d.format(DEPTH, size)};"]
+        self.line(f"{t} got_{name}[{each}];")
+        heads = [f"const auto fetch_{name} = [&](rlx_index k0) {{", "#pragma unroll", f"for (int n = 0; n < {each}; n++) {{"]
+        with self.scope([*heads, of_thread, *place_of], 2), self.alone():
             place, step = Var("place", index_), Var("step", index_)
             self.names[place], self.names[step] = f"({first} + at)", "(k0 + d)"
             index = k.add(o.offset, k.add(k.mul(place, const(side_stride)), k.mul(step, const(depth_stride))))
-            self.line(f"{self.type(c.acc.dtype)} got = {CUDA.literal(0, c.acc.dtype)};")
+            self.line(f"got_{name}[n] = {CUDA.literal(0, c.acc.dtype)};")
             with self.scope([f"if ({first} + at < {most} && k0 + d < {c.k}) {{"]):
-                self.line(f"got = {self.value(k.cast(Load(o.buffer, index), c.acc.dtype))};")
-            self.line(f"{tile}[d][at] = got;")
+                self.line(f"got_{name}[n] = {self.value(k.cast(Load(o.buffer, index), c.acc.dtype))};")
+        self.lines[-1] += ";"
+        return f"for (int n = 0; n < {each}; n++) {{ {of_thread} {place_of[0]} tile_{name}[d][at] = got_{name}[n]; }}"
 
 
 __all__ = ["Tile", "TileWriter", "has_tiles", "tiled"]

@@ -13,7 +13,7 @@ from dataclasses import replace
 from rlx.backends.cuda.edges import cut_at_edges
 from rlx.backends.cuda.peel import Peel, peeled
 from rlx.backends.cuda.rows import Row, row_loops, row_of
-from rlx.backends.cuda.vectors import BYTES, MOST, loads_ahead, width
+from rlx.backends.cuda.vectors import BYTES, MOST, loads_ahead, rows_last, width
 from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import long_sums
@@ -224,7 +224,7 @@ def _of_rows(kernel: Kernel, clusters: bool, shared: Shared) -> Launch:
         return parted
     threads = THREADS if team <= WARP else team
     if team == 1:
-        kernel = in_loops(long_sums(kernel))
+        kernel = rows_last(in_loops(long_sums(kernel)))
         vector, repeats = _vector(kernel), _repeats(kernel)
         vector, repeats = (1, repeats) if repeats > 2 * vector or vector == 1 else (vector, 1)
         several = points % (vector * threads * FOLLOWED) == 0 and points // (vector * FOLLOWED) >= BUSY_THREADS
@@ -391,7 +391,8 @@ def _short_team(kernel: Kernel, loops: list[Loop], points: int) -> int:
     if kernel.locals:
         inside = list(walk(kernel.body))
         counted = all(isinstance(x.index, Var) for x in inside if isinstance(x, Load | Store) and isinstance(x.buffer, Local))
-        short = counted and all(s.extent <= SHORT for s in inside if isinstance(s, Loop))
+        small = counted or all(x.size <= SHORT for x in kernel.locals)
+        short = small and all(s.extent <= SHORT for s in inside if isinstance(s, Loop))
         return 1 if short and points >= MANY_POINTS else WARP
     long = any(s.extent > SHORT and _contiguous(s) for s in loops) and not any(_in_order(kernel.body))
     return WARP if long and points < MANY_POINTS else 1

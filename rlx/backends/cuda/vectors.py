@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rlx.backends.shared.nest import distinct
 
 from rlx.ir.kernel import (  # isort: skip
-    Alu, Buffer, Const, Expr, Let, Load, Local, Loop, Stmt, Store, Var, coefficient, expressions, walk,
+    Alu, Buffer, Check, Const, Expr, Kernel, Let, Load, Local, Loop, Stmt, Store, Var, coefficient, expressions, walk,
 )  # fmt: skip
 
 BYTES = 16  # of one access
 MOST = 8  # elements of one thread at once
+SHORT_ROW = 64  # elements of a row that is found by a number in memory
 
 
 def width(stmts: Sequence[Stmt], ends: Sequence[Expr], var: Var, extent: int, accesses: int = 1) -> int:
@@ -44,6 +46,19 @@ def stores(stmts: Sequence[Stmt], var: Var, size: int) -> list[Store]:
     return [s for s in stmts if isinstance(s, Store) and _known(s, stmts) and in_vector(s, var, size)]
 
 
+def rows_last(kernel: Kernel) -> Kernel:
+    """The kernel with the axis last along which rows lie that it finds by numbers in memory, if these are short and all else that
+    it loads is the same along them: adjacent threads read adjacent parts of a row, and the places of few rows."""
+    plain = not (kernel.limits or kernel.locals) and all(isinstance(s, Let | Store | Check) for s in kernel.body)
+    loads = [x for x in walk(kernel.body) if isinstance(x, Load)]
+    found = [x for x in loads if any(isinstance(e, Load) for e in walk(x.index))]
+    for axis in kernel.grid[:-1] if plain and found else ():
+        along = all(coefficient(x.index, axis[0]) == (x in found) for x in loads)
+        if along and axis[1] <= SHORT_ROW and axis[1] % MOST == 0:
+            return replace(kernel, grid=(*(other for other in kernel.grid if other is not axis), axis))
+    return kernel
+
+
 def _known(x: Load | Store, stmts: Sequence[Stmt]) -> bool:
     """True if its condition depends on nothing that the statements compute."""
     return x.guard is None or {s.var for s in stmts if isinstance(s, Let)}.isdisjoint(walk(x.guard))
@@ -52,7 +67,7 @@ def _known(x: Load | Store, stmts: Sequence[Stmt]) -> bool:
 def in_vector(x: Load | Store, var: Var, size: int) -> bool:
     whole = x.guard is None or steady(x.guard, var, size)
     stride = coefficient(x.index, var)
-    fits = stride == 1 and aligned(x.index, var, size) if size > 1 else bool(stride)
+    fits = stride == 1 and size & (size - 1) == 0 and aligned(x.index, var, size) if size > 1 else bool(stride)
     return whole and not isinstance(x.buffer, Local) and fits
 
 
@@ -82,4 +97,4 @@ def aligned(e: Expr, var: Var | None, size: int) -> bool:
     return e.op == "mul" and any(aligned(a, var, size) for a in e.args)
 
 
-__all__ = ["aligned", "in_vector", "loads", "loads_ahead", "steady", "stores", "width"]
+__all__ = ["aligned", "in_vector", "loads", "loads_ahead", "rows_last", "steady", "stores", "width"]
