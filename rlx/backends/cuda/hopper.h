@@ -48,6 +48,17 @@ RLX_FN void rlx_load_box(void* to, const rlx_map* map, uint64_t* b, int c0, int 
     ::"r"(rlx_at(to)), "l"(map), "r"(rlx_at(b)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
 }
 
+/* The same, from memory that is read once: what the L2 cache drops first. */
+RLX_FN uint64_t rlx_once() {
+  uint64_t once;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+  return once;
+}
+RLX_FN void rlx_load_box(void* to, const rlx_map* map, uint64_t* b, int c0, int c1, uint64_t policy) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;"
+    ::"r"(rlx_at(to)), "l"(map), "r"(rlx_at(b)), "r"(c0), "r"(c1), "l"(policy) : "memory");
+}
+
 /* The lower half of the matrix descriptor of a tile with 128-byte swizzle; the upper one is the same for all. `leading`: bytes
    between blocks of 64 elements along the contiguous axis of a tile that is not contiguous along the summed one. The same in all
    threads of a warp, as the compiler sees from the shuffle: only so it adds to it in uniform registers, where instructions take

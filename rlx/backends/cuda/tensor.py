@@ -44,6 +44,7 @@ OF_GROUPS = (64, 96, 128, 192, 256)  # columns of tiles of groups that were meas
 STAGES, MANY_STAGES = 8, 10  # of a ring, at most
 SOME_STEPS, MANY_STEPS = 16, 32  # of sums that swapped or tall tiles, and many stages, were measured to suit
 HALF, TALL = 64, 256  # rows, of tiles with 128
+STREAMED = 40 << 20  # bytes of weights, from which on they leave the L2 cache before the next run
 AT_WORK = 8  # tiles of rows, or columns, that are walked together, so that blocks at work share operands in the L2 cache
 
 # Costs in clock cycles of a multiprocessor, fitted to the times of 89 products in 2 to 15 tilings each on an H200: the choice
@@ -62,7 +63,8 @@ NEXT = 1570  # from tile to tile
 EXCHANGE, GIVEN = 645, 3.46  # of sums between blocks: at least, and bytes
 HALVES = 2300  # of sums between groups, at least
 SWAPPED = 1.35  # times as long for swapped tiles
-NARROW, OF_TALL = 0.2, 1.08  # how much longer than all that says: swapped tiles, the more the narrower; times as long: tall ones
+NARROW = 0.2  # how much longer than all that says: swapped tiles, the more the narrower
+OF_TALL, IN_TURNS = 1.02, 0.98  # times as long as that: tall ones, and those that groups take in turns
 CLUSTERED = 7 / 8  # of the multiprocessors that clusters of more than 2 blocks take at once
 
 
@@ -149,7 +151,7 @@ class Tiling:
     def caution(self) -> float:
         """How much longer it takes than `cost` says, which was fitted to other tilings."""
         swapped = 1 + NARROW * max(0.0, 1 - self.columns / 128) if self.swapped else 1.0
-        return swapped * (OF_TALL if self.rows == TALL else 1)
+        return swapped * (OF_TALL if self.rows == TALL else 1) * (IN_TURNS if self.turns else 1)
 
     def cost(self, c: Contract, points: int, multiprocessors: int, by_threads: bool = False) -> float:
         """An estimate in cycles: rounds of tiles on all multiprocessors, and what is not overlapped with them."""
@@ -282,6 +284,13 @@ class TensorLaunch(Launch):
             return LINE * size
         boxes = size // (CHUNK // 2) if number and self.contract.also is not None else 1
         return LINE * boxes * found.box[1]
+
+    def is_streamed(self, number: int) -> bool:
+        """Whether an operand is many weights, each of which one block reads once: the L2 cache keeps other things then."""
+        c, t, side = self.contract, self.tiling, self.sides[number]
+        if number == t.swapped or side.axes or self.segments or t.tiles(c)[1 - number] > 1:
+            return False
+        return (c.m, c.width)[number] * c.k * itemsize(c) >= STREAMED
 
     @property
     def by_threads(self) -> bool:

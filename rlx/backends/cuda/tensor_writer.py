@@ -249,6 +249,7 @@ class TensorWriter(PackedCopies, TileEnds):
         if side.tensor is None or side.raw:
             return
         more = "".join(f", (int){self.names[v]}" for v in side.axes)
+        more += ", rlx_once()" * self.launch.is_streamed("ab".index(name))
         first = first if side.start is None else f"(int){self.value(side.start)}"
         wide = CHUNK // 2 if half else size if side.along else 64
         source = "map_weights" if name == "b" and self.launch.boxes_far else f"boxes_{name}" if side.last else f"&map_{name}"
