@@ -321,6 +321,17 @@ def test_few_results_are_sums_of_lines(x: tuple, w: tuple, given: dict, dtype: D
     np.testing.assert_array_equal(rlx.compile(g).run(arrays)[0], evaluate(g, arrays)[0][0])
 
 
+@pytest.mark.parametrize("dtype", [f32, bf16], ids=str)
+def test_many_results_of_each_channel_are_products(dtype: DType) -> None:
+    g = rlx.Graph("several")
+    g.set_outputs([conv(g.input("x", (1, 2, 9, 12), dtype), g.input("w", (12, 1, 3, 3), dtype), groups=2, low=1, high=1)])
+    steps = lower(g, with_natives(TARGETS["host"]), rlx.CompileOptions()).steps
+    assert any(isinstance(s, Contract) for step in steps for s in step.kernel.body)
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.integers(-9, 9, dims).astype(dtype.numpy) for name, dims in (("x", (1, 2, 9, 12)), ("w", (12, 1, 3, 3)))}
+    np.testing.assert_array_equal(rlx.compile(g).run(arrays)[0], evaluate(g, arrays)[0][0])
+
+
 def test_groups_of_channels_in_other_strides() -> None:
     got, want = run_grouped(graph_of(GROUPED[2], (f32, f32), six, turned=True), TARGETS["host"])
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)

@@ -25,6 +25,7 @@ from rlx.ir.ops.windows import ConvolutionAttrs, Ints, from_last, taps, to_last,
 from rlx.ir.shape import DimLike, Shape
 
 FEW = 4  # channels
+SEVERAL = 4  # results of one channel, from which they are columns of a product
 
 
 class ConvAttrs(ConvolutionAttrs):
@@ -70,7 +71,7 @@ def _conv(attrs: ConvAttrs, x: Value, w: Value, b: Value | None = None) -> Value
     if attrs.groups == 1:
         w = reshape(w, dims=(math.prod(window) * inner, out))
         made = flatten_matmul(windowed(attrs, x, tuple(window), 1), w, axes=len(window) + 1)
-    elif inner == 1:
+    elif inner == 1 and out < SEVERAL * attrs.groups:
         made = _depthwise(attrs, x, w, dtype.compute)
     else:
         made = _grouped(attrs, x, w)
