@@ -151,7 +151,7 @@ def check_apart(model: Any, *paths: Any) -> None:
     if not model or not os.path.exists(model):
         return
     own = [f.path for f in os.scandir(model) if f.name.endswith(WEIGHTS) and f.is_file()] if os.path.isdir(model) else [model]
-    for path in map(as_path, filter(None, paths)):
+    for path in (as_path(path) for path in paths if path is not None):
         if os.path.exists(path) and any(os.path.samefile(path, file) for file in own):
             raise OptionError(f"cannot write {path}: it is a file of the model {model}, which would be lost; give another name")
 
@@ -184,14 +184,14 @@ def reading() -> Iterator[None]:
         raise ModelError(f"{e.filename or 'a file of the model'} cannot be read: {e.strerror or e}") from e
 
 
-def whole(name: str, value: Any, least: int | None = None) -> int:
-    """`value` as an int. OptionError if it is not an integer, or less than `least`."""
+def whole(name: str, value: Any, least: int | None = None, error: type[RlxError] = OptionError) -> int:
+    """`value` as an int. `error` if it is not an integer, or less than `least`."""
     try:
         found = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         found = None
     if found is None or (least is not None and found < least):
-        raise OptionError(f"{name} is a whole number{'' if least is None else f' of at least {least}'}, got {value!r:.60}")
+        raise error(f"{name} is a whole number{'' if least is None else f' of at least {least}'}, got {value!r:.60}")
     return found
 
 
