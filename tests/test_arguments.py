@@ -12,7 +12,7 @@ import pytest
 from devices import DEVICES
 
 import rlx
-from rlx.errors import BindingError, GraphError, OptionError, RlxError, ShapeError, TransferError
+from rlx.errors import AttributeValueError, BindingError, DTypeError, GraphError, OptionError, RlxError, ShapeError, TransferError
 
 F = np.float32
 SURE = rlx.models.Sampling()
@@ -242,6 +242,14 @@ def test_what_load_took_or_failed_on(how: dict[str, Any], wanted: str, tmp_path:
     (lambda: (g := graph()).set_outputs(g.outputs, [5]), GraphError, "names of outputs are a list of texts, got 5"),
     (lambda: rlx.CompileOptions(alignment=2**70), OptionError, "a power of two from 64 to 1073741824"),
     (lambda: rlx.ExpertPool(graph(), 8), BindingError, "an ExpertPool is of a CompiledGraph or a model, got Graph"),
+    (lambda: rlx.swapaxes(rlx.zeros(2), "a", 0), AttributeValueError, "is a whole number, got 'a'"),
+    (lambda: rlx.repeat(rlx.zeros(2), 2, "a"), AttributeValueError, "axis is a whole number, got 'a'"),
+    (lambda: rlx.tril("x"), DTypeError, "<U1"),
+    (lambda: rlx.zeros(2, rlx.zeros(2)), DTypeError, "is not a dtype"),
+    (lambda: rlx.space_to_depth(rlx.zeros(2), 2), GraphError, "dim number 1, which is missing, of .* must be known"),
+    (lambda: rlx.depth_to_space(rlx.zeros((1, 4, 1, 1)), [2]), AttributeValueError, r"block is a whole number, got \[2\]"),
+    (lambda: rlx.stack(2), GraphError, "stack takes a sequence of values; got int 2"),
+    (lambda: rlx.einsum(2, rlx.zeros(2)), GraphError, "the subscripts of einsum are text, got 2"),
     (lambda: rlx.BucketedCompileCache(rows(), "n", b"x"), OptionError, "a ladder is sizes; got bytes"),
 ])  # fmt: skip
 def test_what_was_taken(call: Callable[[], Any], error: type[RlxError], wanted: str) -> None:

@@ -152,7 +152,7 @@ WRONG = {
     "an offset": (lambda x: rlx.deform_conv(x, x[:, :, :3, :3], x), ShapeError, "the offset must be"),
     "groups of offsets": (
         lambda x: rlx.deform_conv(x, x[:, :, :3, :3], x, offset_groups=0), AttributeValueError, "not divided into 0 offset"),
-    "groups": (lambda x: rlx.deform_conv(x, x[:, :, :3, :3], x, groups=1.5), AttributeValueError, "groups of conv takes int"),
+    "groups": (lambda x: rlx.deform_conv(x, x[:, :, :3, :3], x, groups=1.5), AttributeValueError, "groups is a whole number"),
     "samples of the run": (
         lambda x: rlx.roi_align(x, np.zeros((1, 4), "f4"), np.zeros(1, "i8"), (2, 2), 0), AttributeValueError, "1 sample"),
 }  # fmt: skip

@@ -85,10 +85,8 @@ def tokenising(says: str) -> Iterator[None]:
     code, which are none. `says`: what is wrong."""
     try:
         yield
-    except RlxError:
-        raise
     except BaseException as e:
-        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+        if isinstance(e, RlxError) or not (isinstance(e, Exception) or type(e).__name__ == "PanicException"):
             raise
         raise CorruptFileError(f"{says} ({e})") from None
 

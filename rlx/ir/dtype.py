@@ -109,7 +109,7 @@ def as_dtype(x: DType | str | np.dtype | type | None) -> DType:
         if x is None:
             raise TypeError  # numpy takes it for f64
         host = np.dtype(x)
-    except (TypeError, UnicodeEncodeError):
+    except (TypeError, ValueError):
         raise DTypeError(f"{x!r:.60} is not a dtype; known: {known(DTYPES)}") from None
     found = _BY_NUMPY.get(host) or _BY_NUMPY_NAME.get(host.name)
     if found is None:

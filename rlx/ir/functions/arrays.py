@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.errors import AttributeValueError, DTypeError, GraphError, ShapeError
+from rlx.errors import AttributeValueError, DTypeError, GraphError, ShapeError, items, utf8
 from rlx.ir import ops
 from rlx.ir.dtype import DType, f32, i64
 from rlx.ir.functions.declare import Dims, as_value, computed, function, known_dim, own_axis
@@ -97,7 +97,7 @@ def _whole(label: str, n: object, least: float = 0) -> int:
 @function
 def stack(values: Sequence[Operand], axis: int = 0) -> Value:
     """The values beside each other along a new axis."""
-    made = [as_value(x) for x in values]
+    made = [as_value(x) for x in items("stack takes a sequence of values", values, GraphError)]
     if not made:
         raise ShapeError("stack takes at least one value")
     at = own_axis(made[0], axis, 1)
@@ -317,7 +317,7 @@ Names = list[Any]  # of axes: a letter, or the place of an axis under ...
 
 def _subscripts(text: str, values: Sequence[Value]) -> tuple[list[Names], Names]:
     """The names of the axes of each operand, and of the result."""
-    given, arrow, result = text.replace(" ", "").partition("->")
+    given, arrow, result = utf8("the subscripts of einsum are text", text, GraphError).replace(" ", "").partition("->")
     parts = given.split(",")
     if len(parts) != len(values):
         raise AttributeValueError(f"einsum {text!r} names {len(parts)} operands, got {len(values)}")

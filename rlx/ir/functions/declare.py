@@ -7,9 +7,7 @@ from functools import wraps
 from itertools import chain, repeat
 from typing import Any, TypeVar
 
-import numpy as np
-
-from rlx.errors import AttributeValueError, GraphError, ShapeError
+from rlx.errors import AttributeValueError, GraphError, ShapeError, whole
 from rlx.ir.methods import FUNCTIONS, attach
 from rlx.ir.node import Operand, Value, constant
 from rlx.ir.shape import Dim
@@ -19,13 +17,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def function(f: F) -> F:
-    """Makes `f` known by its name; one whose first argument is `x` is a method of values, too. It takes arrays for values."""
+    """Makes `f` known by its name; one whose first argument is `x` is a method of values, too. It takes arrays and numbers for
+    values."""
     own = getattr(f, "__wrapped__", f)
     names = own.__code__.co_varnames[: own.__code__.co_argcount]
-    values = {name for name, kind in own.__annotations__.items() if kind.startswith("Value")}
 
     def taken(name: str, x: object) -> object:
-        return constant(x) if name in values and isinstance(x, np.ndarray) else x
+        kind = own.__annotations__.get(name, "")
+        if not kind.startswith("Value") or isinstance(x, Value) or (x is None and "None" in kind):
+            return whole(name, x, error=AttributeValueError) if kind == "int" else x
+        return constant(x)
 
     @wraps(f)
     def run(*operands: object, **named: object) -> object:
@@ -59,7 +60,7 @@ def as_value(x: Operand) -> Value:
 def own_axis(x: Value, axis: int, more: int = 0) -> int:
     """The axis as a non-negative number; with `more` new dims in x."""
     rank = x.rank + more
-    if not -rank <= axis < rank:
+    if not -rank <= whole("axis", axis, error=AttributeValueError) < rank:
         raise AttributeValueError(f"axis {axis} of {x!r}, which has {rank} dims" + (" with the new one" if more else ""))
     return axis % rank
 
@@ -74,7 +75,7 @@ def computed(label: str, count: float) -> None:
 
 
 def known_dim(x: Value, axis: int) -> int:
-    dim = x.dims[axis]
+    dim = x.dims[axis] if -x.rank <= axis < x.rank else f"number {axis}, which is missing,"
     if not isinstance(dim, int):
         raise GraphError(f"dim {dim} of {x!r} must be known")
     return dim
