@@ -81,6 +81,13 @@ def test_blocks_share_the_places_of_other_updates(mode):
     assert {kernel.buffers[read].name for read, _ in may_overlap(kernel)} == {"b3"}
 
 
+def test_results_do_not_take_the_memory_of_indices():
+    """Indices as wide as the elements, and as many: other blocks read them when a block stores."""
+    given = lambda g: (g.input(name, (6_000,), "i64") for name in "xiu")  # noqa: E731
+    made = one(lambda g: rlx.scatter_elements(*given(g), axis=0))
+    assert isinstance(launch_of(made, "sm_90a"), ScatterLaunch) and may_overlap(made) == {(3, 0)}
+
+
 @pytest.mark.parametrize(
     "length, dtype, parts, runs", [(40_000, "f32", 20, 1), (300_000, "i64", 74, 1), (2_000_000, "bf16", 123, 2)]
 )

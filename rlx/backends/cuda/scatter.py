@@ -61,6 +61,11 @@ class Scatter:
     def count(self) -> int:
         return math.prod(s.extent for s in self.picks)
 
+    @property
+    def read(self) -> set[object]:
+        """The memory of indices and updates."""
+        return _loaded(self.put.index) | _loaded(self.update)
+
 
 def scatter_of(kernel: Kernel) -> Scatter | None:
     """None: the kernel is something else."""
@@ -99,17 +104,14 @@ def _worth(kernel: Kernel) -> Scatter | None:
 
 
 def apart(kernel: Kernel) -> Kernel:
-    """The kernel of a scatter whose results may not take the memory of its updates, which other blocks read: an update is read at
-    its own place only if its index is right."""
+    """The kernel of a scatter whose results may not take the memory of its indices and updates, which other blocks read: none is
+    read at a place that is proved to be that of a result."""
     if not (found := _worth(kernel)):
         return kernel
-    over = {kernel.buffers[read] for read, _ in may_overlap(kernel)} & _loaded(found.update)
-    if not over:
+    if not {kernel.buffers[read] for read, _ in may_overlap(kernel)} & found.read:
         return kernel
-    pick, put = found.picks[-1], found.put
-    update = substitute(found.update, {pick.var: k.select(found.inside, pick.var, const(0))})
-    value = update if found.op is None else replace(put.value, args=(put.value.args[0], update))  # type: ignore[union-attr]
-    body: tuple[Stmt, ...] = (found.check, replace(put, value=value))
+    pick = found.picks[-1]
+    body: tuple[Stmt, ...] = substitute((found.check, found.put), {pick.var: k.min(pick.var, const(pick.extent - 1))})
     for s in reversed(found.picks):
         body = (replace(s, body=body),)
     return replace(kernel, body=(found.start, *body, found.end))
@@ -119,7 +121,7 @@ def scattered(kernel: Kernel) -> ScatterLaunch | None:
     """`kernel` as a scatter of several blocks; None: it is something else, or small, or its results may take the place of what it
     adds, which other blocks read."""
     found, points = _worth(kernel), math.prod(n for _, n in kernel.grid)
-    if not found or any(kernel.buffers[read] in _loaded(found.update) for read, _ in may_overlap(kernel)):
+    if not found or any(kernel.buffers[read] in found.read for read, _ in may_overlap(kernel)):
         return None
     places, line = found.end.extent, kernel.grid[-1] if kernel.grid else None
     vector = width(found.end.body, (found.first.value, found.update), *line) if line else 1
