@@ -241,6 +241,15 @@ def test_rows_that_begin_anywhere_take_vectors_from_their_first_aligned_element_
     assert not text(lambda x: rlx.sum(x, axis=1), (64, 2000))[0].peel and not text(rlx.softmax, (64, 301))[0].peel
 
 
+@pytest.mark.parametrize("columns, team, parts", [(301, 32, 1), (2001, 256, 1), (20_001, 256, 10)])
+def test_a_row_that_no_vector_fits_is_looked_for_once(columns, team, parts):
+    rows = one(lambda g: rlx.gather(g.input("x", (300, columns), "bf16"), g.input("i", (9000,), "i64")))
+    found = launch_of(rows, "sm_90a")
+    body = text_of(found, "kernel").split("kernel(")[1]
+    assert (found.team, found.parts, found.blocks * found.threads) == (team, parts, 9000 * team * parts)
+    assert body.count("b1[") == 1 and body.index("b1[") < body.index("for (") and cubin(text_of(found, "kernel"), "sm_90a")
+
+
 def test_threads_copy_two_vectors_where_a_load_waits_for_another():
     build = lambda rows: lambda g: rlx.gather(g.input("x", (512, 1024), "f32"), g.input("i", (rows,), "i64"))  # noqa: E731
     for rows, repeats in ((1024, 2), (1025, 1)):

@@ -35,7 +35,7 @@ def peeled(kernel: Kernel, loops: list[Loop]) -> tuple[Kernel, Peel] | None:
     extent, stored = loops[0].extent if loops else 0, any(isinstance(x, Store) for s in loops for x in s.body)
     touched = [(x, s.var) for s in loops for x in walk((s.body, s.reduces, s.carries)) if isinstance(x, Load | Store)]
     found = [(x, var) for x, var in touched if in_vector(x, var, 1) and coefficient(x.index, var) == 1]
-    if extent < (LEAST if stored else REDUCED) or not found:
+    if extent < (LEAST if stored else REDUCED) or not found or not any(s.reduces or s.carries for s in loops):
         return None
     ((common, _),) = Counter(expr_key(x.index, var) for x, var in found).most_common(1)
     same = [(x, var) for x, var in found if expr_key(x.index, var) == common]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 from rlx.backends.cuda.dialect import CUDA, unrounded
@@ -11,13 +12,14 @@ from rlx.backends.cuda.peel import HEAD, ORIGIN, Peel
 from rlx.backends.cuda.rows import Key, Row, key_of
 from rlx.backends.cuda.scan import Scan, chosen, place
 from rlx.backends.cuda.schedule import SHORT, WARP, Launch, Segments, checked_late, is_shared
-from rlx.backends.cuda.vectors import loads, loads_ahead, stores, width
+from rlx.backends.cuda.vectors import loads, loads_ahead, lone, stores, width
 from rlx.backends.shared.c_style import Writer
 from rlx.backends.shared.nest import identity
 from rlx.ir.dtype import DType, f32, f64, index_
 
 from rlx.ir.kernel import (  # isort: skip
-    EXTREMES, Alu, Buffer, Check, Expr, Kernel, Let, Load, Local, Loop, Native, Reduce, Stmt, Store, Var, is_const, walk,
+    EXTREMES, Alu, Buffer, Check, Expr, Kernel, Let, Load, Local, Loop, Native, Reduce, Stmt, Store, Var, coefficient, is_const,
+    walk,
 )  # fmt: skip
 
 UNROLLED = 8  # iterations of a reduction by one thread
@@ -163,16 +165,26 @@ class CudaWriter(Writer):
         inside = [f"const rlx_uindex point_v = first + v * {at.threads};", f"if (point_v < {at.points}) {{"]
         self.ahead(stmts, at.repeats, inside, lambda: [self.line(text) for text in self.of_point("point_v")])
 
-    def in_order(self, s: Loop) -> None:
-        """A loop whose iterations one thread does in order."""
-        i, first = self.name(s.var, "i"), self.fresh("i")
-        with self.scope([f"for (rlx_index {first} = 0; {first} < {self.extent(s)}; {first} += {UNROLLED}) {{"]):
-            inside = [f"const rlx_index {i} = {first} + v;", f"if ({i} < {self.extent(s)}) {{"]
+    def in_order(self, s: Loop, start: str = "0", step: int = 1, teams: int = 1) -> None:
+        """A loop of which one thread does every iteration number `step` from `start` on, some at once, as `teams` do in turn."""
+        i, first, by = self.name(s.var, "i"), self.fresh("i"), step * teams * UNROLLED
+        with self.scope([f"for (rlx_index {first} = {start}; {first} < {self.extent(s)}; {first} += {by}) {{"]):
+            inside = [f"const rlx_index {i} = {first} + v * {step};", f"if ({i} < {self.extent(s)}) {{"]
             self.ahead(s.body, UNROLLED, inside, lambda: None)
+
+    def apart(self, s: Loop) -> None:
+        """A loop that a team, or several blocks of one, does; what it loads for all iterations comes first, their checks last."""
+        at, fixed = self.launch, [x for x in s.body if isinstance(x, Check) and s.var not in walk(x.ok)]
+        start = f"part * {at.team * UNROLLED} + me" if at.parts > 1 else "me"
+        with self.alone():
+            for x in (x for x in loads_ahead(s.body) if coefficient(x.index, s.var) == 0 and x.guard is None):
+                self.value(x)
+            self.in_order(replace(s, body=tuple(x for x in s.body if x not in fixed)), start, at.team, at.parts)
+            self.block(fixed)
 
     def ahead(self, stmts: Sequence[Stmt], count: int, inside: Sequence[str], begin: Callable[[], object]) -> None:
         """The statements `count` times, in the scope `inside` for each v, which `begin` opens; all of their loads come first."""
-        held, found = dict[int, str](), loads_ahead(stmts)
+        held, found = dict[int, str](), [x for x in loads_ahead(stmts) if id(x) not in self.memo]
         head = ["#pragma unroll", f"for (int v = 0; v < {count}; v++) {{", *inside]
         for x in found:
             held[id(x)] = self.fresh("q")
@@ -437,7 +449,8 @@ class CudaWriter(Writer):
             super().loop(s)
             self.exchanged(s)
         else:
-            self.spread(s)
+            divided = self.row or self.launch.peel or self.launch.lanes > 1 or self.kernel.locals or s.var in self.limits
+            self.apart(s) if lone(s) and not divided else self.spread(s)
             self.exchanged(s)
 
     def head(self, s: Loop, text: str, size: int = 1) -> list[str]:

@@ -111,10 +111,8 @@ class Scan:
                 w.line(f"{before} = {self.sum(before, f'{self.part}[n][v]')};")
             for x, name in out.values():
                 place = f"{w.names[x.buffer]} + {w.at_first(x.index, s.var, f'{self.i}_0')}"
-                if self.peel:
-                    w.line(f"rlx_put_inside<{self.size}>({place}, {name}, {self.first}, {self.extent});")
-                    continue
-                text = f"rlx_put<{self.size}>({place}, {name});"
+                some = f"rlx_put_inside<{self.size}>({place}, {name}, {self.first}, {self.extent});"
+                text = some if self.peel else f"rlx_put<{self.size}>({place}, {name});"
                 w.line(text if self.even else f"if ({self.first} < {self.extent}) {text}")
 
 

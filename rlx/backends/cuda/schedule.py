@@ -13,7 +13,7 @@ from dataclasses import replace
 from rlx.backends.cuda.edges import cut_at_edges
 from rlx.backends.cuda.peel import Peel, peeled
 from rlx.backends.cuda.rows import Row, row_loops, row_of
-from rlx.backends.cuda.vectors import BYTES, MOST, loads_ahead, rows_last, width
+from rlx.backends.cuda.vectors import BYTES, MOST, loads_ahead, lone, rows_last, width
 from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import long_sums
@@ -21,8 +21,6 @@ from rlx.backends.shared.nest import nested
 from rlx.ir.kernel import Alu, Buffer, Check, Contract, Expr, Kernel, Let, Load, Local, Loop, Stmt, Store, Var, coefficient, walk
 from rlx.ir.overlap import may_overlap, unaliased
 from rlx.records import record
-
-Shared = frozenset[tuple[int, int]]  # arguments that may be the same memory: those of may_overlap
 
 THREADS = 256  # of a block of small teams
 WARP = 32
@@ -212,17 +210,19 @@ def launch(kernel: Kernel, clusters: bool = True) -> Launch:
     return _of_rows(kernel, clusters, shared)
 
 
-def _of_rows(kernel: Kernel, clusters: bool, shared: Shared) -> Launch:
-    """Points of which a thread, or a team, has each, or several blocks if these are long rows."""
+def _of_rows(kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]]) -> Launch:
+    """Points of which a thread, or a team, has each, or several blocks if these are long rows. `shared`: by may_overlap."""
     team, points = _team(kernel), math.prod(n for _, n in kernel.grid)
-    few = points < FEW_POINTS
-    budgets = (FEW_REGISTERS,) if few else (REGISTERS, MORE_REGISTERS)
+    budgets = (FEW_REGISTERS,) if points < FEW_POINTS else (REGISTERS, MORE_REGISTERS)
     found = next(filter(None, (row_of(kernel, (WARP, *BLOCK_SIZES), n) for n in budgets)), None) if team > 1 else None
     if found:
         return Launch(kernel, found[0], THREADS if found[0] == WARP else found[0], row=found[1])
     if team > WARP and (parted := _in_parts(kernel, clusters, shared)) and parted.parts > 1:
         return parted
     threads = THREADS if team <= WARP else team
+    if team > WARP and not kernel.locals and all(lone(s) for s in kernel.body if isinstance(s, Loop)):
+        parts = -(-max(s.extent for s in kernel.body if isinstance(s, Loop)) // (THREADS * MOST))
+        return Launch(kernel, THREADS, THREADS, parts=parts, adjacent=True)  # adjacent blocks go on along a row
     if team == 1:
         kernel = rows_last(in_loops(long_sums(kernel)))
         vector, repeats = _vector(kernel), _repeats(kernel)
@@ -257,7 +257,7 @@ def _running(kernel: Kernel) -> Launch | None:
     return _counted(Launch(kernel, team, threads, lanes=lanes, parts=parts, part=team * each, words=words, peel=peel))
 
 
-def _in_parts(kernel: Kernel, clusters: bool, shared: Shared) -> Launch | None:
+def _in_parts(kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]]) -> Launch | None:
     """Rows, or columns, that registers of one block or of several keep; and rows that are too few to keep the GPU busy."""
     loops, points = row_loops(kernel), math.prod(n for _, n in kernel.grid)
     inside = list(walk(kernel.body))
@@ -363,6 +363,9 @@ def _flattened(kernel: Kernel) -> Kernel:
         return kernel
     if not last.vector or last.reduces or last.carries:
         return kernel
+    one_by_one = width(last.body, (), last.var, last.extent) == 1 and not kernel.limits
+    if one_by_one and last.extent >= THREADS and math.prod(n for _, n in kernel.grid) >= FEW_LINES and _places(kernel):
+        return kernel  # else each element would look for its row
     return replace(kernel, grid=(*kernel.grid, (last.var, last.extent)), body=(*before, *last.body))
 
 

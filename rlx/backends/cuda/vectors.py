@@ -27,6 +27,12 @@ def width(stmts: Sequence[Stmt], ends: Sequence[Expr], var: Var, extent: int, ac
     return 1
 
 
+def lone(loop: Loop) -> bool:
+    """Whether iterations only store, and load elements one by one: a thread does several at once."""
+    stored = loop.vector and not loop.reduces and not loop.carries and all(isinstance(s, Let | Store | Check) for s in loop.body)
+    return stored and width(loop.body, (), loop.var, loop.extent) == 1
+
+
 def loads(stmts: Sequence[Stmt], ends: Sequence[Expr], var: Var, size: int) -> list[Load]:
     """Loads of consecutive elements that start at multiples of `size` elements, all or none of them."""
     found = (x for x in walk((tuple(stmts), tuple(ends))) if isinstance(x, Load) and _known(x, stmts))
@@ -97,4 +103,4 @@ def aligned(e: Expr, var: Var | None, size: int) -> bool:
     return e.op == "mul" and any(aligned(a, var, size) for a in e.args)
 
 
-__all__ = ["aligned", "in_vector", "loads", "loads_ahead", "rows_last", "steady", "stores", "width"]
+__all__ = ["aligned", "in_vector", "loads", "loads_ahead", "lone", "rows_last", "steady", "stores", "width"]
