@@ -19,12 +19,14 @@ from op_cases import cases
 import rlx
 from rlx.backends.cuda import attention, code, vectors
 from rlx.backends.cuda.backend import CudaBackend, target
-from rlx.backends.cuda.code import cubin, launch_of, launches_of, text_of
+from rlx.backends.cuda.chain import Chain
+from rlx.backends.cuda.code import cubin, launch_of, text_of
+from rlx.backends.cuda.code import launches_of as found_launches
 from rlx.backends.cuda.contract import Tile
 from rlx.backends.cuda.fma import SIZES, FmaLaunch, by_fma
 from rlx.backends.cuda.gemv import GemvLaunch
 from rlx.backends.cuda.gpu import refusal
-from rlx.backends.cuda.groups import may_join
+from rlx.backends.cuda.groups import Stages, may_join
 from rlx.backends.cuda.render import CudaWriter, arguments_of
 from rlx.backends.cuda.scatter import ScatterLaunch
 from rlx.backends.cuda.schedule import COLUMN_BYTES, Launch
@@ -48,6 +50,12 @@ def kernels(*graphs: rlx.Graph) -> Iterator[Kernel]:
     for g in graphs:
         for steps in lower(g, HOPPER, rlx.CompileOptions()).phases.values():
             yield from (s.kernel for s in steps if not s.kernel.collective)
+
+
+def launches_of(program: Program, arch: str) -> list[Stages]:
+    """Of programs without chains (test_cuda_chain.py)."""
+    found = found_launches(program, arch)
+    return [x for x in found if not isinstance(x, Chain)]
 
 
 def graph(build) -> rlx.Graph:

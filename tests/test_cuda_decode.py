@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cuda_kernels import reports
-from test_cuda import HOPPER, kernels, nvrtc, on_gpu
+from test_cuda import HOPPER, kernels, launches_of, nvrtc, on_gpu
 
 import rlx
 from rlx.backends.cuda import code
 from rlx.backends.cuda.attention import AttentionLaunch
 from rlx.backends.cuda.backend import CudaBackend
-from rlx.backends.cuda.code import launch_of, launches_of, text_of
+from rlx.backends.cuda.code import launch_of, text_of
 from rlx.backends.cuda.executable import spaced
 from rlx.backends.cuda.fronts import Footprint
 from rlx.compiler import lower
@@ -42,6 +42,12 @@ QWEN = {
     "rope_theta": 1e4, "tie_word_embeddings": True, "hidden_act": "silu",
 }  # fmt: skip
 LLAMA = QWEN | {"model_type": "llama"}
+
+
+@pytest.fixture(autouse=True)
+def no_chains(monkeypatch):
+    """Attention in a launch of its own: test_cuda_chain.py has those in chains."""
+    monkeypatch.setattr(code, "in_chains", lambda program, launches, *rest: launches)
 
 
 def step(shape, sizes, dtypes, facts) -> rlx.Graph:

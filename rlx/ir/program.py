@@ -37,6 +37,9 @@ class Region(Enum):
     HANDLE = "handle"  # outlives runs
 
 
+NEVER_WRITTEN = (Region.PARAM, Region.PREPARED, Region.CONSTANT)  # by the kernels of a run
+
+
 @record
 class BufferDecl:
     """One buffer of the program. `shape`: its value's dims, or with a `layout` the dims of the tiles in memory. Program.plan has

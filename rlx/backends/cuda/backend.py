@@ -13,7 +13,17 @@ from threading import Thread
 from typing import Any
 
 from rlx.backends.cuda import attention, direct, gemv_blocks, gemv_ring, scatter, segments, splits, turned
-from rlx.backends.cuda.code import CudaCode, compile_kernels, compiler_version, key_of, launches_of, ptx, support
+from rlx.backends.cuda.code import (
+    CudaCode,
+    compile_kernels,
+    compiler_version,
+    kernels_of,
+    key_of,
+    launches_of,
+    order_of,
+    ptx,
+    support,
+)
 from rlx.backends.cuda.executable import THREADS_EACH, CudaArtifact, CudaExecutable, spaced
 from rlx.backends.cuda.gemv import MOST_ROWS
 from rlx.backends.cuda.gpu import CudaMemory, Functions, count, gpu, refusal
@@ -34,7 +44,7 @@ from rlx.ir.target import Producer, Target
 
 SUPPORT = ("rlx_end", "rlx_feed", "rlx_copy", "rlx_log")  # the kernels of support.h
 BLOCKS = 0.75  # large blocks for each multiprocessor that keep the GPU busy: a block runs a point of a reduction
-COMPUTED_ROWS, COMPUTED = 2, 32_000  # rows of a product that every block of it computes, and operations for each of them
+COMPUTED_ROWS, COMPUTED = 2, 40_000  # rows of a product that every block of it computes, and operations for each of them
 REST_BYTES = 1 << 20  # of a buffer of a decoding step
 COLUMNS = 32  # columns of a block that reduces rows down to one, a lane for each
 
@@ -80,15 +90,16 @@ class CudaBackend:
         (arch,) = program.target.features
         count = program.target.threads // THREADS_EACH
         codes = self._codes.setdefault((arch, count), Codes(lambda kernels, *say: compile_kernels(kernels, arch, count, *say)))
-        launches = launches_of(program, arch, count)
-        wanted = {name: [[[s.kernel]] for s in steps] for name, steps in program.phases.items()}
+        apart: dict[int, str] = {}
+        launches = launches_of(program, arch, count, lambda launch, why: apart.setdefault(launch[-1][-1], why))
+        wanted: dict[str, list[Any]] = {name: [[[s.kernel]] for s in steps] for name, steps in program.phases.items()}
         sections = dict(sections_of(program))
         wanted["sections"] = [[[kernel]] for kernel in sections.values()]
-        wanted["steps"] = [[[program.steps[n].kernel for n in stage] for stage in stages] for stages in launches]
+        wanted["steps"] = [kernels_of(launch, program, count) for launch in launches]
         found = codes.of_keys({key_of(stages): stages for launched in wanted.values() for stages in launched}, progress)
         coded = {name: [found[key_of(stages)] for stages in launched] for name, launched in wanted.items()}
-        order, alone = tuple(tuple(n for x in stages for n in x) for stages in launches), coded.pop("sections")
-        return CudaArtifact(program, coded, order, support(arch), dict(zip(sections, alone)))
+        order, alone = tuple(map(order_of, launches)), coded.pop("sections")
+        return CudaArtifact(program, coded, order, support(arch), dict(zip(sections, alone)), apart=apart)
 
     def compiler(self) -> str:
         return compiler_version()

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from rlx.backends.cuda import attention, direct, flash
+from rlx.backends.cuda.chain import Chain, in_chains
+from rlx.backends.cuda.chain_writer import NAME, ChainText, written
+from rlx.backends.cuda.chain_writer import THREADS as CHAIN_THREADS
 from rlx.backends.cuda.contract import Tile, TileWriter, has_tiles, in_sums, tiled
 from rlx.backends.cuda.dialect import prelude
 from rlx.backends.cuda.fma import FmaLaunch, FmaWriter, by_fma, by_rows
@@ -25,7 +28,7 @@ from rlx.backends.cuda.gemv_writer import BlocksWriter
 from rlx.backends.cuda.groups import Group, Stages, grouped, may_join
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
 from rlx.backends.cuda.scatter import ScatterLaunch, ScatterWriter, scattered
-from rlx.backends.cuda.schedule import MULTIPROCESSORS, Launch, TensorMap, launch
+from rlx.backends.cuda.schedule import LARGEST, MULTIPROCESSORS, Launch, TensorMap, launch
 from rlx.backends.cuda.segments import of_groups, segmented
 from rlx.backends.cuda.sorts import SortLaunch, SortWriter, sorted_rows
 from rlx.backends.cuda.tensor import TensorLaunch, on_tensor_cores
@@ -46,7 +49,8 @@ MORE = frozenset({"scratch", "counters", "status", "halt", "early", "slots", "fa
 class CudaCode:
     """One launch: its CUDA C++, its cubin, and how it is launched. `more`: for each of its kernels, arguments behind the buffers.
     `early`: buffers that the last one reads before earlier launches of the run end, if none of them writes these. `experts`: the
-    buffer with a matrix for each group, which may be in two tiers (experts.py)."""
+    buffer with a matrix for each group, which may be in two tiers (experts.py). `table`, `direct`, `words`: of a chain
+    (chain_writer.ChainText), which finds its operands by a table in device memory."""
 
     name: str
     text: str
@@ -61,17 +65,26 @@ class CudaCode:
     early: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()  # of several kernels, how many are in each stage
     experts: tuple[int, ...] = ()
+    table: tuple[tuple[int, int], ...] = ()
+    direct: tuple[int, ...] = ()
+    words: int = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes of device memory for the words and the table."""
+        return -(-(self.words + 8 * len(self.table)) // 256) * 256
 
     def described(self) -> list[Any]:
         """All but the text and the cubin, for JSON."""
         maps = [[m.argument, m.offset, m.dtype, m.dims, m.strides, m.box] for m in self.maps]
         sizes = [self.blocks, self.threads, self.shared, self.scratch, self.counters]
-        return [self.name, sizes, self.more, maps, self.early, self.stages, self.experts]
+        chained = [[n for entry in self.table for n in entry], self.direct, self.words]
+        return [self.name, sizes, self.more, maps, self.early, self.stages, self.experts, chained]
 
     @staticmethod
     def read(row: Any, cubin: bytes) -> CudaCode:
         """From `described`. ValueError, TypeError: the row is no such thing."""
-        name, sizes, more, maps, early, stages, experts = row
+        name, sizes, more, maps, early, stages, experts, (table, direct, words) = row
         blocks, threads, shared, scratch, counters = whole(sizes)
         tensors = [
             TensorMap(whole([n])[0], whole([first])[0], dtype, tuple(whole(dims)), tuple(whole(strides)), tuple(whole(box)))
@@ -80,11 +93,13 @@ class CudaCode:
         names = tuple(tuple(map(str, each)) for each in more)
         if not isinstance(name, str) or not {n for each in names for n in each} <= MORE:
             raise ValueError(f"{str(row)[:80]} describes no kernel")
-        known = names, tuple(tensors), tuple(whole(early)), tuple(whole(stages)), tuple(whole(experts))
+        entries = tuple(zip(whole(table[::2]), whole(table[1::2]), strict=True))
+        chained = entries, tuple(whole(direct)), *whole([words])
+        known = names, tuple(tensors), tuple(whole(early)), tuple(whole(stages)), tuple(whole(experts)), *chained
         return CudaCode(name, "", cubin, blocks, threads, shared, scratch, counters, *known)
 
 
-SMALL, MIDDLE, LARGEST = 99 << 10, 163 << 10, 227 << 10
+SMALL, MIDDLE = 99 << 10, 163 << 10
 SHARED_BYTES = {80: MIDDLE, 86: SMALL, 87: MIDDLE, 89: SMALL, 120: SMALL, 121: SMALL}  # of a block, by compute capability
 
 
@@ -143,11 +158,28 @@ WRITERS: dict[type[Launch], type[CudaWriter]] = {
 }  # fmt: skip
 
 
-def launches_of(program: Program, arch: str, multiprocessors: int = MULTIPROCESSORS) -> Sequence[Stages]:
-    """The launches of a run."""
+def launches_of(
+    program: Program, arch: str, multiprocessors: int = MULTIPROCESSORS,
+    refused: Callable[[Stages, str], object] = lambda launch, why: None,
+) -> Sequence[Stages | Chain]:  # fmt: skip
+    """The launches of a run. `refused` is told why products of one row and attentions of a token are in no chain."""
     found = [None if s.kernel.collective else launch_of(s.kernel, arch, multiprocessors) for s in program.steps]
     small = [at if at and may_join(at) else None for at in found]
-    return fronted(program, grouped(program, small, clusters=int(arch[3:].rstrip("a")) >= 90), found)
+    hopper = int(arch[3:].rstrip("a")) >= 90
+    launches = fronted(program, grouped(program, small, clusters=hopper), found)
+    return list(in_chains(program, launches, found, multiprocessors, refused)) if hopper else launches
+
+
+def order_of(launch: Stages | Chain) -> tuple[int, ...]:
+    """The steps of a launch."""
+    return tuple(n for each in (launch.launches if isinstance(launch, Chain) else [launch]) for stage in each for n in stage)
+
+
+def kernels_of(launch: Stages | Chain, program: Program, multiprocessors: int) -> Kernels | ChainText:
+    """The part of a launch that its code depends on."""
+    if isinstance(launch, Chain):
+        return written(launch, program, multiprocessors)
+    return [[program.steps[n].kernel for n in stage] for stage in launch]
 
 
 def early_of(at: Launch) -> tuple[int, ...]:
@@ -158,20 +190,28 @@ def early_of(at: Launch) -> tuple[int, ...]:
 Kernels = Sequence[Sequence[Kernel]]  # stages of a launch
 
 
-def key_of(stages: Kernels) -> str:
+def key_of(stages: Kernels | ChainText) -> str:
+    if isinstance(stages, ChainText):
+        return repr((stages.text, stages.table))
     return "\n\n".join("\n".join(kernel_key(kernel) for kernel in stage) for stage in stages)
 
 
 def compile_kernels(
-    launches: Sequence[tuple[str, Kernels]], arch: str, count: int, progress: Callable[[int, int], Any] = lambda done, total: None
-) -> list[CudaCode]:
+    launches: Sequence[tuple[str, Kernels | ChainText]], arch: str, count: int,
+    progress: Callable[[int, int], Any] = lambda done, total: None,
+) -> list[CudaCode]:  # fmt: skip
     """The code of each launch (by the key_of its kernels), compiled in threads. CompileError: a fault of the renderer.
     `count`: multiprocessors. `progress(done, total)` counts launches."""
 
-    def one(keyed: tuple[str, Kernels]) -> CudaCode:
+    def one(keyed: tuple[str, Kernels | ChainText]) -> CudaCode:
         key, stages = keyed
-        (kernel, *others), *later = stages
         name = f"rlx_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        if isinstance(stages, ChainText):
+            text = prologue(False) + stages.text.replace(NAME, name)
+            sizes = (stages.blocks, CHAIN_THREADS, stages.shared, 0, 0)
+            chained = stages.table, stages.direct, stages.words
+            return CudaCode(name, text, cubin(text, arch), *sizes, stages.more, (), (), stages.stages, (), *chained)
+        (kernel, *others), *later = stages
         if kernel.collective:
             return CudaCode(name, f"// {kernel.collective.attrs}\n", b"", 0, 0, 0, 0, 0, ())
         if others or later:
@@ -248,6 +288,6 @@ def cubin(text: str, arch: str) -> bytes:
 
 
 __all__ = [
-    "CudaCode", "Kernels", "compile_kernels", "compiler_version", "cubin", "key_of", "launch_of", "launches_of", "ptx", "support",
-    "text_of", "whole",
+    "CudaCode", "Kernels", "compile_kernels", "compiler_version", "cubin", "kernels_of", "key_of", "launch_of", "launches_of",
+    "order_of", "ptx", "support", "text_of", "whole",
 ]  # fmt: skip

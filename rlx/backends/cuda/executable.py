@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from rlx.backends.cuda.arrays import Export, adopt
-from rlx.backends.cuda.code import LARGEST, CudaCode
+from rlx.backends.cuda.code import CudaCode
 from rlx.backends.cuda.gpu import CudaMemory, Functions
-from rlx.backends.cuda.runs import CODE, FED, STATUS, CudaRun, Exchange, Launch, Numbered, Replay, Ring, Watch, guarded
-from rlx.backends.cuda.schedule import ALONE, BESIDE, RESERVED
+from rlx.backends.cuda.runs import CODE, FED, STATUS, Chains, CudaRun, Exchange, Launch, Numbered, Replay, Ring, Watch, guarded
+from rlx.backends.cuda.schedule import ALONE, BESIDE, LARGEST, RESERVED
 from rlx.backends.cuda.staging import SMALL
 from rlx.backends.cuda.transfers import Download, Upload
 from rlx.backends.shared.loaded import POISON, check_fits
@@ -35,7 +35,7 @@ from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import IndexRangeError, PlanError
 from rlx.host.gate import FastCall
 from rlx.ir import kernel as kernel_ir
-from rlx.ir.program import Program, Region, Step, kernel_labels
+from rlx.ir.program import NEVER_WRITTEN, Program, Region, Step, kernel_labels
 from rlx.ir.shape import Shape
 from rlx.records import record
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from rlx.backends.cuda.experts import CudaTiers
     from rlx.backends.cuda.routed import Experts
 
-NEVER_WRITTEN = (Region.PARAM, Region.PREPARED, Region.CONSTANT)  # by the kernels of a run
 OF_STORE = ("_ring", "_fed", "_whole", "_steps", "_commits")  # what has addresses of a HandleStore
 THREADS_EACH, SPREAD = 2048, 6  # resident threads of a multiprocessor; blocks of one, at most, that are made to spread
 COPY_BYTES = 256 * 16  # bytes that a block of rlx_copy moves at once
@@ -54,7 +53,7 @@ COPY_BLOCKS = 1024  # at most
 class CudaArtifact:
     """Artifact protocol (rlx.driver.backend). `coded`: by phase, the code of each step, or of each launch of a run. `launches`:
     those, as numbers of steps. `support`: the machine code of support.h. `sections`: of steps that prepare weights of experts,
-    the code for one expert."""
+    the code for one expert. `apart`: why steps of a token are in no chain (chain.py)."""
 
     program: Program
     coded: Mapping[str, Sequence[CudaCode]]
@@ -62,6 +61,7 @@ class CudaArtifact:
     support: bytes
     sections: Mapping[int, CudaCode] = field(default_factory=dict)
     written: Callable[[], dict[str, str]] | None = None
+    apart: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def codes(self) -> list[CudaCode]:
@@ -75,7 +75,8 @@ class CudaArtifact:
         for name, steps in self.program.phases.items():
             groups = self.launches if name == "steps" else [(n,) for n in range(len(steps))]
             for group, code in zip(groups, self.coded[name], strict=True):
-                texts |= {labels[steps[n].kernel]: code.text for n in group}
+                why = f"// not in a chain: {self.apart[group[-1]]}\n" if name == "steps" and group[-1] in self.apart else ""
+                texts |= {labels[steps[n].kernel]: why + code.text for n in group}
         return {label: texts[label] for label in labels.values()}
 
 
@@ -132,6 +133,7 @@ class CudaExecutable(Transacted):
         self._counters = memory.allocate(4 * max((c.counters for c in artifact.codes), default=0))  # zero between kernels
         self._statuses = memory.allocate(16 * (len(self.checks) + 1))  # of `checks`; the last one is of prepare
         self._guarded, self.kept = guarded(program, self.decls)
+        self._chains = Chains(memory, self.step_launches)
         self.experts = self._own_experts() if program.routers else None
         for b in program.buffers:  # params are in the store from the start
             self.address(b.id)
@@ -155,6 +157,7 @@ class CudaExecutable(Transacted):
         rows[:-1, 1] = self.watch.halt
         rows[-1, 1] = self._ahead.address + 4  # no flag: the word beside the code
         self._memory.copy_in(self._statuses, bytes_of(rows))
+        self._chains.write(self._operands)
 
     def poison(self) -> None:
         """Fill memory with undefined contents with a pattern that shows up in results."""
@@ -173,7 +176,7 @@ class CudaExecutable(Transacted):
         return dict(self.gpu.allocated)
 
     def memory(self) -> dict[str, int]:
-        own = self._scratch.nbytes + self._counters.nbytes + self._statuses.nbytes
+        own = self._scratch.nbytes + self._counters.nbytes + self._statuses.nbytes + self._chains.block.nbytes
         own += sum(x.nbytes for x in (*self._uploads.values(), *self._downloads.values()))
         code = sum(len(c.cubin) for c in self.artifact.codes) + len(self.artifact.support)
         found = super().memory() | {"scratch": own, "code": code}
@@ -435,6 +438,18 @@ class CudaExecutable(Transacted):
         """Queue a launch of a run or, where its step has no number, of the commit: behind a failure it changes no state. `own`:
         arguments behind the buffers instead of those of a run. `given`: addresses of arguments that are not in their own memory.
         `early`: as in Gpu.launch. `written`: the buffers that the launches of the graph in front may write."""
+        arguments = self._operands(code, steps, own, given, early, written)
+        if code.table:
+            arguments = [self._chains.place(steps).address, *(arguments[n] for n in code.direct)]
+        if code.blocks:
+            maps = [self.gpu.tensor_map(m, arguments[m.argument]) for m in code.maps]
+            self.gpu.launch(self.functions[code.name], code.blocks, code.threads, code.shared, arguments, maps, early)
+
+    def _operands(
+        self, code: CudaCode, steps: Numbered, own: Mapping[str, int] = MappingProxyType({}),
+        given: Mapping[int, int] = MappingProxyType({}), early: bool = False, written: Collection[int] | None = None,
+    ) -> list[int]:  # fmt: skip
+        """The buffers of the steps, and the arguments behind those of each."""
         arguments: list[int] = []
         for (number, step), names in zip(steps, code.more):
             known = "early" in names and all(self._unwritten(step.args[n], written) for n in code.early)
@@ -445,9 +460,7 @@ class CudaExecutable(Transacted):
                 **self._tier_arguments(code, step),
             }  # fmt: skip
             arguments += self._arguments(step, given, [more[name] for name in names])
-        if code.blocks:
-            maps = [self.gpu.tensor_map(m, arguments[m.argument]) for m in code.maps]
-            self.gpu.launch(self.functions[code.name], code.blocks, code.threads, code.shared, arguments, maps, early)
+        return arguments
 
     def _unwritten(self, buffer: int, written: Collection[int] | None) -> bool:
         """Whether launches in front that may still run leave the buffer as it is."""

@@ -171,7 +171,7 @@ def fronted(program: Program, launches: Sequence[Stages], found: Sequence[Launch
         at = found[n]
         if isinstance(at, AttentionLaunch) and at.cluster and not others and not later:
             members: list[tuple[Step, Launch]] = []
-            while out and (more := _front(out[-1][-1], program, found)):
+            while out and (more := front_of(out[-1][-1], program, found)):
                 if not _apart([*more, *members], program.steps[n], at, share):
                     break
                 *left, last = out.pop()
@@ -181,7 +181,7 @@ def fronted(program: Program, launches: Sequence[Stages], found: Sequence[Launch
     return out
 
 
-def _front(stage: Sequence[int], program: Program, found: Sequence[Launch | None]) -> list[tuple[Step, Launch]] | None:
+def front_of(stage: Sequence[int], program: Program, found: Sequence[Launch | None]) -> list[tuple[Step, Launch]] | None:
     """The steps of a stage with their launches; None if not every one is of points that warps run, each for itself."""
     out = []
     for n in stage:
@@ -275,4 +275,4 @@ def _of_views(views: Sequence[View], at: AttentionLaunch, position: int) -> Iter
         yield view.buffer, False, index.reshape(at.tiles, -1)
 
 
-__all__ = ["Fronted", "fronted"]
+__all__ = ["Footprint", "FrontWriter", "Fronted", "Unknown", "front_of", "fronted"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 import numpy as np
 
+from rlx.backends.cuda.chain_writer import ARGUMENT, WORDS
 from rlx.backends.cuda.code import CudaCode
 from rlx.backends.cuda.gpu import CudaMemory, Functions, Gpu
 from rlx.driver.exchange import Exchanges
@@ -172,6 +173,32 @@ class Ring:
         self.written.clear()
 
 
+class Chains:
+    """The memory of a run's chains (chain.py): the words of each, zero at first, and behind them the table of its operands."""
+
+    def __init__(self, memory: CudaMemory, launches: Sequence[Launch]) -> None:
+        self._memory = memory
+        self._launches = [(code, steps) for code, steps in launches if code.table]
+        self.block = memory.allocate(sum(code.held for code, _ in self._launches))
+        self._places: dict[int | None, Block] = {}  # by their first step
+        at = 0
+        for code, steps in self._launches:
+            self._places[steps[0][0]] = self.block.part(at, code.held)
+            at += code.held
+        memory.fill(self.block, 0)
+
+    def place(self, steps: Numbered) -> Block:
+        return self._places[steps[0][0]]
+
+    def write(self, operands: Callable[[CudaCode, Numbered], Sequence[int]]) -> None:
+        """The tables, of addresses that are those of the steps' `operands`."""
+        for code, steps in self._launches:
+            arguments, place = operands(code, steps), self.place(steps)
+            entries = [arguments[n] if kind == ARGUMENT else n + place.address * (kind == WORDS) for kind, n in code.table]
+            rows = np.array(entries, np.int64)
+            self._memory.copy_in(place.part(code.words, rows.nbytes), bytes_of(rows))
+
+
 class Replay:
     """Launches as one CUDA graph, made at the first run. `fed`: the graph begins with the kernel that takes the inputs from the
     ring. `given`: addresses of arguments that are not in their own memory."""
@@ -283,4 +310,4 @@ def guarded(program: Program, decls: Mapping[int, BufferDecl]) -> tuple[set[int]
     return steps, {b for b in program.inputs if stays(b)}
 
 
-__all__ = ["FED", "CudaRun", "Exchange", "Replay", "Ring", "Watch", "guarded"]
+__all__ = ["FED", "Chains", "CudaRun", "Exchange", "Replay", "Ring", "Watch", "guarded"]

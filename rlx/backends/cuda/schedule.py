@@ -41,6 +41,7 @@ FEW_LINES = 132  # rows: with as many, each block has one
 FEW_COLUMNS = 8  # of all lines: with fewer, the lanes of a warp would have nothing to do, and run along a line, too
 CLUSTER = 8  # blocks: as many as every GPU with clusters has
 SHORT = 8  # iterations that a thread does by itself
+LARGEST = 227 << 10  # bytes of shared memory of a block, at most, of the GPUs that have the most
 RESERVED = 1 << 10  # bytes of shared memory that the driver takes for each block
 RESIDENT = 4  # blocks of a multiprocessor from which on their number does not matter
 SHARED_BYTES = 96 << 10  # Locals of a block that still let two blocks share a multiprocessor; larger ones go to global memory

@@ -1,0 +1,349 @@
+/* The products and attentions of a token in one launch (chain.py): a block for each multiprocessor, whose last warp copies weights
+   ahead through a ring in shared memory while eight warps compute one stage after the other. */
+constexpr int RLX_CHAIN_PIECE = 8 * 2048; /* bytes of a slot of the ring: 1024 elements of 8 columns of weights */
+constexpr int RLX_CHAIN_SUMS = 64;        /* columns whose sums meet at once */
+
+/* The state of a thread that computes. `x`: shared memory for the row of a product, and for attention. `sums` [2][8 warps][columns]
+   and `squares` [2][8] are used in turns, so that one barrier separates reuse. */
+struct rlx_chain {
+  unsigned char *ring, *x;
+  uint64_t *filled, *used;
+  float *sums, *squares;
+  int place, phase, turn, half;
+};
+
+/* -- words: numbers that blocks tell each other through global memory. The last bit of the fraction is a mark, which differs from the
+   one that the same word had before, so a reader sees whether a word has come. --------------------------------------------------- */
+RLX_FN uint32_t rlx_word(float x, uint32_t mark) { return (__float_as_uint(x) & ~1u) | mark; }
+RLX_FN float rlx_of_word(uint32_t word) { return __uint_as_float(word & ~1u); }
+RLX_FN void rlx_tell_word(uint32_t* at, uint32_t word) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(word) : "memory");
+}
+/* COPIES of a word, `pitch` words apart: each is polled by some of the blocks. */
+template <int COPIES> RLX_FN void rlx_tell_words(uint32_t* at, int pitch, uint32_t word) {
+  #pragma unroll
+  for (int n = 0; n < COPIES; n++) rlx_tell_word(at + n * pitch, word);
+}
+RLX_FN uint4 rlx_hear_words(const uint32_t* at) {
+  uint4 got;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(got.x), "=r"(got.y), "=r"(got.z), "=r"(got.w) : "l"(at) : "memory");
+  return got;
+}
+RLX_FN bool rlx_marked(uint4 got, uint32_t mark) { return !(((got.x ^ mark) | (got.y ^ mark) | (got.z ^ mark) | (got.w ^ mark)) & 1); }
+/* An entry of the table: an address of words, with its first mark, and whether the mark changes from run to run. */
+RLX_FN uint32_t* rlx_words_at(uint64_t entry) { return (uint32_t*)(entry & ~7ull); }
+RLX_FN uint32_t rlx_mark_of(uint64_t entry, uint32_t run) { return (uint32_t)(entry ^ (entry >> 1 & run)) & 1; }
+
+/* Elements of narrow floats as types of their own. */
+struct rlx_f16 { uint16_t bits; };
+struct rlx_bf16 { uint16_t bits; };
+RLX_FN float rlx_wide(float a) { return a; }
+RLX_FN float rlx_wide(rlx_f16 a) { return rlx_wide_f16(a.bits); }
+RLX_FN float rlx_wide(rlx_bf16 a) { return rlx_wide_bf16(a.bits); }
+RLX_FN float rlx_over_sqrt(float a) { float out; asm("rsqrt.approx.f32 %0, %1;" : "=f"(out) : "f"(a)); return out; }
+
+/* -- products ------------------------------------------------------------------------------------------------------------------- */
+/* The first of GROUPS groups of columns that a block computes. */
+template <int GROUPS> RLX_FN int rlx_chain_first(unsigned block) { return (int)((unsigned)GROUPS * block / RLX_CHAIN_BLOCKS); }
+
+/* The copies of the weights of a block, PITCH bytes from column to column, OTHER to those of a second product with the same row; WINDOW
+   pieces are in flight. */
+struct rlx_chain_copies { int place, round, count, landed; };
+template <int N, int K, int SLOTS, int WINDOW, long long PITCH, long long OTHER>
+RLX_FN void rlx_chain_feed(rlx_chain_copies& own, unsigned char* ring, uint64_t* filled, uint64_t* used, const unsigned char* weights) {
+  constexpr int UNIT = OTHER ? 4 : 8, PARTS = (K + 1023) / 1024, LAST = (K - (PARTS - 1) * 1024) * 2;
+  constexpr bool WHOLE = K == 1024 && PITCH == 2048; /* the columns of a piece are adjacent in memory */
+  const int lane = threadIdx.x % 32, last = rlx_chain_first<N / UNIT>(blockIdx.x + 1);
+  #pragma unroll 1
+  for (int group = rlx_chain_first<N / UNIT>(blockIdx.x); group < last; group++) {
+    const unsigned char* const from = weights + (long long)(group * UNIT + lane % UNIT) * PITCH + lane / UNIT * OTHER;
+    #pragma unroll 1
+    for (int part = 0; part < PARTS; part++) {
+      const int bytes = part == PARTS - 1 ? LAST : 2048;
+      if (own.round) rlx_ring_await(used + own.place, (own.round - 1) & 1);
+      while (own.count - own.landed >= WINDOW) rlx_ring_await(filled + own.landed % SLOTS, own.landed / SLOTS & 1), own.landed++;
+      rlx_ring_expect(filled + own.place, 8 * bytes, lane);
+      __syncwarp();
+      if (WHOLE ? lane < 8 && lane % UNIT == 0 : lane < 8)
+        rlx_ring_copy(ring + own.place * RLX_CHAIN_PIECE + lane * 2048, from + part * 2048, WHOLE ? UNIT * 2048 : bytes, filled + own.place, 0);
+      own.count++;
+      if (++own.place == SLOTS) own.place = 0, own.round++;
+    }
+  }
+}
+
+/* One row by a block's columns of weights, on tensor cores as in rlx_ring_tensor. A warp has 128 elements of each 1024 of the row: it hears
+   them itself and waits for no other warp before its sums meet theirs. hear(d): words of four elements from d on; fetch(x, d): what else is
+   needed of them; make(x, heard, out, squares): the elements, and what a norm adds up; ahead(j): before products, by the thread that will
+   end column j; end(j, sum, sum of column j of the second product, the norm's sum of every warp). */
+template <int N, int K, int SLOTS, bool BOTH, bool F16, bool NORM, class X, class H, class R, class F, class M, class A, class E>
+RLX_FN void rlx_chain_product(
+  rlx_chain& own, const H& hear, const R& ready, const F& fetch, const M& make, const A& ahead, const E& end
+) {
+  constexpr int UNIT = BOTH ? 4 : 8, PARTS = (K + 1023) / 1024, AHEAD = PARTS < 4 ? PARTS : 4, LAST = K - (PARTS - 1) * 1024;
+  constexpr int SPAN = RLX_CHAIN_SUMS / 8, STEP = RLX_CHAIN_SUMS * 8;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int first = rlx_chain_first<N / UNIT>(blockIdx.x), last = rlx_chain_first<N / UNIT>(blockIdx.x + 1);
+  if (first == last) return;
+  const int many = last - first < SPAN ? last - first : SPAN;
+  if (threadIdx.x < many * UNIT) ahead(first * UNIT + threadIdx.x);
+  unsigned char* const row = own.x + warp * 256;
+  const unsigned char* const weights = own.ring + g / 2 * 2048 + warp * 256 + g % 2 * 128;
+  const int chunks[2] = {(t ^ g % 2 * 4) * 16, (t + 4 ^ g % 2 * 4) * 16};
+  float* const squares = own.squares + own.turn * 8;
+  own.turn ^= 1;
+  float square = 0;
+  int summed = 0, begun = first;
+  #pragma unroll 1
+  for (int group = first; group < last; group++) {
+    float sum[2][4] = {};
+    const auto multiply = [&](int part) {
+      rlx_ring_await(own.filled + own.place, own.phase);
+      if (LAST == 1024 || part < PARTS - 1 || warp * 128 < LAST) {
+        uint4 w[2][2], x[2];
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+          x[i] = *(const uint4*)(row + part * 2048 + g % 2 * 128 + chunks[i]);
+          #pragma unroll
+          for (int half = 0; half < 2; half++) w[i][half] = *(const uint4*)(weights + own.place * RLX_CHAIN_PIECE + half * 4 * 2048 + chunks[i]);
+        }
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+          rlx_multiply<F16>(sum[0], w[i][0].x, w[i][1].x, w[i][0].y, w[i][1].y, make_uint2(x[i].x, x[i].y));
+          rlx_multiply<F16>(sum[1], w[i][0].z, w[i][1].z, w[i][0].w, w[i][1].w, make_uint2(x[i].z, x[i].w));
+        }
+      }
+      rlx_ring_leave(own.used + own.place, lane);
+      if (++own.place == SLOTS) own.place = 0, own.phase ^= 1;
+    };
+    if (group == first) {
+      uint4 heard[AHEAD], next[AHEAD];
+      X held[AHEAD], more[AHEAD];
+      const auto start = [&](int part, uint4& to, X& with) {
+        const int d = part * 1024 + warp * 128 + lane * 4;
+        if (LAST == 1024 || part < PARTS - 1 || warp * 128 < LAST) to = hear(d), fetch(with, d);
+      };
+      #pragma unroll
+      for (int n = 0; n < AHEAD; n++) start(n, heard[n], held[n]);
+      #pragma unroll 1
+      for (int at = 0; at < PARTS; at += AHEAD) {
+        if (PARTS > AHEAD)
+          #pragma unroll
+          for (int n = 0; n < AHEAD; n++)
+            if (at + AHEAD + n < PARTS) start(at + AHEAD + n, next[n], more[n]);
+        #pragma unroll
+        for (int n = 0; n < AHEAD; n++) {
+          const int part = at + n, d = part * 1024 + warp * 128 + lane * 4;
+          if (PARTS % AHEAD && part >= PARTS) break;
+          if (LAST == 1024 || part < PARTS - 1 || warp * 128 < LAST) {
+            while (!ready(heard[n])) heard[n] = hear(d);
+            float out[4];
+            make(held[n], heard[n], out, square);
+            *(uint2*)(row + part * 2048 + lane * 8) = make_uint2(rlx_near_pair<F16>(out[0], out[1]), rlx_near_pair<F16>(out[2], out[3]));
+            __syncwarp();
+          }
+          if (NORM && part == PARTS - 1) {
+            #pragma unroll
+            for (int by = 16; by > 0; by /= 2) square += rlx_from(square, 32, by);
+            if (lane == 0) squares[warp] = square;
+          }
+          multiply(part);
+        }
+        if (PARTS > AHEAD)
+          #pragma unroll
+          for (int n = 0; n < AHEAD; n++) heard[n] = next[n], held[n] = more[n];
+      }
+    } else {
+      #pragma unroll 1
+      for (int part = 0; part < PARTS; part++) multiply(part);
+    }
+    float* const sums = own.sums + own.half * STEP;
+    #pragma unroll
+    for (int half = 0; half < 2; half++) { /* lane 4 * g + g / 2 has the sum of row g */
+      float all = g % 2 ? sum[0][2 * half + 1] + sum[1][2 * half + 1] : sum[0][2 * half] + sum[1][2 * half];
+      all += rlx_from(all, 32, 4);
+      if (t == g / 2 && g % 2 == 0) sums[warp * RLX_CHAIN_SUMS + summed * 8 + half * 4 + g / 2] = all;
+    }
+    if (++summed < SPAN && group < last - 1) continue;
+    rlx_sync<256>();
+    if (threadIdx.x < summed * UNIT) {
+      const float* const from = sums + threadIdx.x / UNIT * 8 + threadIdx.x % UNIT;
+      float all = from[0], also = BOTH ? from[4] : 0;
+      #pragma unroll
+      for (int w = 1; w < 8; w++) {
+        all += from[w * RLX_CHAIN_SUMS];
+        if (BOTH) also += from[w * RLX_CHAIN_SUMS + 4];
+      }
+      end(begun * UNIT + threadIdx.x, all, also, squares);
+    }
+    own.half ^= 1, summed = 0, begun = group + 1;
+  }
+}
+/* The sum of a norm over the row. */
+RLX_FN float rlx_chain_total(const float* squares) {
+  float all = squares[0];
+  #pragma unroll
+  for (int w = 1; w < 8; w++) all += squares[w];
+  return all;
+}
+
+/* -- attention of one query ----------------------------------------------------------------------------------------------------- */
+/* A block has one head of queries and every SPLITS-th of the keys in use; LANES lanes have 8 elements each of a key and its value, AHEAD
+   keys at a time, the first of them loaded before the query is known. T states the sizes. */
+template <class T> struct rlx_chain_keys { uint4 k[T::AHEAD], v[T::AHEAD]; };
+struct rlx_chain_share { int low, end, split, active; }; /* keys [low, end) are in memory; this block's share of them */
+
+RLX_FN float rlx_exp2_of(float a) { float out; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(a)); return out; }
+template <class T> RLX_FN rlx_chain_share rlx_chain_share_of(int position, int window, int split) {
+  constexpr int EACH = T::AHEAD * 8 * (32 / T::LANES);
+  const int low = window && position - window + 1 > 0 ? position - window + 1 : 0, wanted = (position - low + EACH - 1) / EACH;
+  return {low, position, split, wanted < 1 ? 1 : wanted < T::SPLITS ? wanted : T::SPLITS};
+}
+template <class T> RLX_FN int rlx_chain_key(const rlx_chain_share& of, int turn, int n) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  return of.low + (((turn * T::AHEAD + n) * of.active + of.split) * 8 + warp) * (32 / T::LANES) + lane / T::LANES;
+}
+RLX_FN uint4 rlx_chain_16(const void* from) {
+  uint4 got;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(got.x), "=r"(got.y), "=r"(got.z), "=r"(got.w) : "l"(from) : "memory");
+  return got;
+}
+template <class T, class E> RLX_FN void rlx_chain_load(rlx_chain_keys<T>& to, const E* k, const E* v, const rlx_chain_share& of, int turn) {
+  const int at = threadIdx.x % T::LANES * 8;
+  #pragma unroll
+  for (int n = 0; n < T::AHEAD; n++) {
+    const int key = rlx_chain_key<T>(of, turn, n);
+    const bool there = key < of.end && at < T::SIZE;
+    to.k[n] = there ? rlx_chain_16(k + (long long)key * T::K_ROW + at) : make_uint4(0, 0, 0, 0);
+    to.v[n] = there ? rlx_chain_16(v + (long long)key * T::V_ROW + at) : make_uint4(0, 0, 0, 0);
+  }
+}
+template <class T> RLX_FN void rlx_chain_wide(float (&to)[8], uint4 from) {
+  const uint32_t words[4] = {from.x, from.y, from.z, from.w};
+  #pragma unroll
+  for (int n = 0; n < 4; n++) {
+    to[2 * n] = T::F16 ? rlx_wide_f16((uint16_t)words[n]) : __uint_as_float(words[n] << 16);
+    to[2 * n + 1] = T::F16 ? rlx_wide_f16((uint16_t)(words[n] >> 16)) : __uint_as_float(words[n] & 0xffff0000u);
+  }
+}
+
+/* The softmax so far: greatest score, sum of weights, weighted sum of 8 elements. Scores are in units of log2. */
+struct rlx_chain_soft { float top, total, sums[8]; };
+template <class T, int N> RLX_FN void rlx_chain_use(rlx_chain_soft& to, const uint4 (&k)[N], const uint4 (&v)[N], const float (&q)[8], const int (&keys)[N], int end) {
+  float scores[N], best = to.top;
+  #pragma unroll
+  for (int n = 0; n < N; n++) {
+    float wide[8], a = 0, b = 0;
+    rlx_chain_wide<T>(wide, k[n]);
+    #pragma unroll
+    for (int e = 0; e < 4; e++) a = fmaf(q[e], wide[e], a), b = fmaf(q[e + 4], wide[e + 4], b);
+    scores[n] = a + b;
+  }
+  #pragma unroll
+  for (int by = T::LANES / 2; by > 0; by /= 2)
+    #pragma unroll
+    for (int n = 0; n < N; n++) scores[n] += rlx_from(scores[n], 32, by);
+  #pragma unroll
+  for (int n = 0; n < N; n++) scores[n] = keys[n] < end ? T::score(scores[n]) : -1e30f, best = fmaxf(best, scores[n]);
+  const float keep = rlx_exp2_of(to.top - best);
+  to.top = best, to.total *= keep;
+  #pragma unroll
+  for (int e = 0; e < 8; e++) to.sums[e] *= keep;
+  #pragma unroll
+  for (int n = 0; n < N; n++) {
+    const float p = keys[n] < end ? rlx_exp2_of(scores[n] - best) : 0;
+    float wide[8];
+    rlx_chain_wide<T>(wide, v[n]);
+    to.total += p;
+    #pragma unroll
+    for (int e = 0; e < 8; e++) to.sums[e] = fmaf(p, wide[e], to.sums[e]);
+  }
+}
+
+RLX_FN void rlx_chain_copy(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(rlx_ring_at(to)), "l"(from) : "memory");
+}
+/* `q`, `k_new`, `v_new`: the query and the newest row, in shared memory. Thread d of the first SIZE returns element d of the block's share
+   before it is divided, and the greatest score and the total. */
+template <class T, class Q, class E> RLX_FN void rlx_chain_attend(
+  rlx_chain_keys<T>& held, const E* k, const E* v, const Q* q, const E* k_new, const E* v_new, const rlx_chain_share& of, float* sums,
+  unsigned char* later, float& out, float& top, float& total
+) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, at = lane % T::LANES * 8;
+  float *const tops = sums + 8 * T::SIZE, *const totals = tops + 8, query[8];
+  #pragma unroll
+  for (int e = 0; e < 8; e++) query[e] = at < T::SIZE ? rlx_wide(q[at + e]) : 0;
+  rlx_chain_soft soft = {-1e30f, 0, {}};
+  int keys[T::AHEAD];
+  constexpr int STEP = T::AHEAD * 8 * (32 / T::LANES);
+  uint4* const own = (uint4*)later + threadIdx.x; /* this thread's elements of the next turn: k, then v */
+  for (int turn = 0;; turn++) {
+    const bool last = of.low + (turn + 1) * STEP * of.active >= of.end;
+    #pragma unroll
+    for (int n = 0; n < T::AHEAD; n++) {
+      const int key = rlx_chain_key<T>(of, turn + 1, n);
+      if (last || key >= of.end || at >= T::SIZE) continue;
+      rlx_chain_copy(own + n * 256, k + (long long)key * T::K_ROW + at), rlx_chain_copy(own + (T::AHEAD + n) * 256, v + (long long)key * T::V_ROW + at);
+    }
+    #pragma unroll
+    for (int n = 0; n < T::AHEAD; n++) keys[n] = rlx_chain_key<T>(of, turn, n);
+    rlx_chain_use<T>(soft, held.k, held.v, query, keys, of.end);
+    if (last) break;
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    #pragma unroll
+    for (int n = 0; n < T::AHEAD; n++) {
+      const bool there = rlx_chain_key<T>(of, turn + 1, n) < of.end && at < T::SIZE;
+      held.k[n] = there ? own[n * 256] : make_uint4(0, 0, 0, 0), held.v[n] = there ? own[(T::AHEAD + n) * 256] : make_uint4(0, 0, 0, 0);
+    }
+  }
+  if (of.split == 0 && warp == 0) {
+    const bool there = at < T::SIZE;
+    const uint4 zero = make_uint4(0, 0, 0, 0), k_one[1] = {there ? *(const uint4*)(k_new + at) : zero}, v_one[1] = {there ? *(const uint4*)(v_new + at) : zero};
+    const int one[1] = {lane < T::LANES ? 0 : 1};
+    rlx_chain_use<T>(soft, k_one, v_one, query, one, 1);
+  }
+  #pragma unroll
+  for (int by = T::LANES; by < 32; by *= 2) {
+    const float other = rlx_from(soft.top, 32, by), best = fmaxf(soft.top, other), mine = rlx_exp2_of(soft.top - best), theirs = rlx_exp2_of(other - best);
+    soft.total = soft.total * mine + rlx_from(soft.total, 32, by) * theirs, soft.top = best;
+    #pragma unroll
+    for (int e = 0; e < 8; e++) soft.sums[e] = soft.sums[e] * mine + rlx_from(soft.sums[e], 32, by) * theirs;
+  }
+  if (lane < T::LANES && at < T::SIZE) {
+    *(float4*)(sums + warp * T::SIZE + at) = make_float4(soft.sums[0], soft.sums[1], soft.sums[2], soft.sums[3]);
+    *(float4*)(sums + warp * T::SIZE + at + 4) = make_float4(soft.sums[4], soft.sums[5], soft.sums[6], soft.sums[7]);
+  }
+  if (lane == 0) tops[warp] = soft.top, totals[warp] = soft.total;
+  rlx_sync<256>();
+  out = 0, top = -1e30f, total = 0;
+  #pragma unroll
+  for (int w = 0; w < 8; w++) top = fmaxf(top, tops[w]);
+  #pragma unroll
+  for (int w = 0; w < 8; w++) {
+    const float keep = rlx_exp2_of(tops[w] - top);
+    total = fmaf(keep, totals[w], total);
+    if (threadIdx.x < T::SIZE) out = fmaf(keep, sums[w * T::SIZE + threadIdx.x], out);
+  }
+}
+
+/* The shares of a head meet in its first block. `area`: [SPLITS - 1][SIZE + 4] words of this head. True in that block. */
+template <class T> RLX_FN bool rlx_chain_meet(const rlx_chain_share& of, uint32_t* area, uint32_t mark, float& out, float& top, float& total) {
+  constexpr int PITCH = T::SIZE + 4;
+  if (T::SPLITS == 1) return true;
+  if (of.split) {
+    uint32_t* const own = area + (of.split - 1) * PITCH;
+    if (threadIdx.x < T::SIZE) rlx_tell_word(own + threadIdx.x, rlx_word(out, mark));
+    if (threadIdx.x < 4) rlx_tell_word(own + T::SIZE + threadIdx.x, rlx_word(threadIdx.x % 2 ? total : top, mark));
+    return false;
+  }
+  for (int n = 1; n < of.active; n++) {
+    const uint32_t* const from = area + (n - 1) * PITCH;
+    uint4 ends = rlx_hear_words(from + T::SIZE);
+    uint32_t word = mark;
+    if (threadIdx.x < T::SIZE) do asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from + threadIdx.x) : "memory"); while ((word ^ mark) & 1);
+    while (!rlx_marked(ends, mark)) ends = rlx_hear_words(from + T::SIZE);
+    const float other = rlx_of_word(ends.x), best = fmaxf(top, other), mine = rlx_exp2_of(top - best), theirs = rlx_exp2_of(other - best);
+    total = total * mine + rlx_of_word(ends.y) * theirs, out = out * mine + rlx_of_word(word) * theirs, top = best;
+  }
+  return true;
+}

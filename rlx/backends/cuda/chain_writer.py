@@ -1,0 +1,148 @@
+"""The kernel of a chain (chain.py), and the table by which it finds its operands.
+
+Stages with the same text are one *kind*: a function that is called with a row of the table. A row has a head (kind, length),
+then an entry for each operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlx.backends.cuda.chain import PIECE, WARPS, Attention, Chain, Product
+from rlx.backends.cuda.chain_stages import (
+    ARGUMENT,
+    HEADS,
+    KIND,
+    WORDS,
+    AttentionWriter,
+    Entry,
+    Operands,
+    ProductWriter,
+    heads_text,
+    row_bytes,
+)
+from rlx.backends.cuda.dialect import CUDA
+from rlx.backends.cuda.schedule import COPIED, LARGEST, RESERVED, WARP
+from rlx.ir.program import Program
+from rlx.records import record
+
+THREADS = WARP * (WARPS + 1)
+MOST_SLOTS = 12  # of the ring
+SUMS, SQUARES = 2 * WARPS * 64, 2 * WARPS  # numbers: sums of columns, and of norms
+FRONT = 128  # bytes in front of the words: the number of the run
+DONE = 255  # the kind behind the last stage
+NAME = "RLX_CHAIN_NAME"  # in place of the kernel's name
+
+
+@record
+class ChainText:
+    """`table`: entries (HEADS, a number), (ARGUMENT, n) for argument n of the steps' (the buffers of each, then `more`), and
+    (WORDS, n) for words n bytes behind the address of the chain's memory, whose first `words` bytes are in front of the table.
+    `direct`: arguments behind that address. `stages`: steps of each stage."""
+
+    text: str
+    table: tuple[Entry, ...]
+    direct: tuple[int, ...]
+    words: int
+    shared: int
+    blocks: int
+    more: tuple[tuple[str, ...], ...]
+    stages: tuple[int, ...]
+
+
+class _Kinds:
+    """The texts of the stages, each once, and the rows of the table."""
+
+    def __init__(self, chain: Chain, operands: Operands, blocks: int) -> None:
+        self.texts: list[str] = []
+        self.calls: list[str] = []
+        self.feeds: list[str] = []
+        self.attends: list[int] = []  # kinds
+        self.table: list[Entry] = []
+        numbers: dict[str, int] = {}
+        for i, s in enumerate(chain.stages):
+            made = ProductWriter(operands, i, s, blocks) if isinstance(s, Product) else AttentionWriter(operands, i, s, blocks)
+            text = made.written()
+            kind = numbers.setdefault(text + made.feed, len(numbers))
+            if kind == len(self.texts):
+                self.texts.append(text.replace(KIND, str(kind)))
+                self.calls.append(made.call.replace(KIND, str(kind)))
+                self.feeds.append(made.feed)
+                self.attends += [kind] * isinstance(s, Attention)
+            self.table += [(HEADS, kind | (1 + len(made.entries)) << 8), *made.entries]
+        self.table.append((HEADS, DONE))
+
+
+def written(chain: Chain, program: Program, blocks: int) -> ChainText:
+    operands = Operands(chain, program)
+    kinds = _Kinds(chain, operands, blocks)
+    area = max(-(-row_bytes(s, chain, program, blocks) // COPIED) * COPIED for s in chain.stages)
+    held = area + 4 * (SUMS + SQUARES) + 8 * len(kinds.table)
+    slots = min(MOST_SLOTS, (LARGEST - RESERVED - held - 16 * MOST_SLOTS) // PIECE)
+    heads = next((s for s in chain.stages if isinstance(s, Attention)), None)
+    words = FRONT + 4 * chain.size
+    lines = [
+        f"constexpr int RLX_CHAIN_BLOCKS = {blocks}, RLX_SLOTS = {slots}, RLX_COPIES = {chain.copies};",
+        *(_header(x) for x in ("ring.h", "gemv_ring.h", "chain.h")), *(heads_text(heads, blocks) if heads else ()), *kinds.texts,
+        *_kernel(kinds, operands, heads, area, words),
+    ]  # fmt: skip
+    table = tuple((kind, value + FRONT if kind == WORDS else value) for kind, value in kinds.table)
+    stages = tuple(len(stage) for launch in chain.launches for stage in launch)
+    shared = slots * (PIECE + 16) + held
+    return ChainText("\n".join(lines), table, tuple(operands.direct), words, shared, blocks, tuple(operands.more), stages)
+
+
+def _kernel(kinds: _Kinds, operands: Operands, heads: Attention | None, area: int, words: int) -> Iterator[str]:
+    entries, stages = len(kinds.table), len(operands.chain.stages)
+    direct = "".join(f", unsigned long long direct{n}" for n in range(len(operands.direct)))
+    early = [f"if (({{0}}[0] & 255) == {kind}) rlx_stage_{kind}_early(keys, {{0}}, position);" for kind in kinds.attends]
+    yield f'extern "C" __global__ void __launch_bounds__({THREADS}, 1)\n{NAME}(unsigned char* const base{direct}) {{'
+    yield f"  extern __shared__ __align__({COPIED}) unsigned char rlx_shared[];"
+    yield f"  unsigned char* const area = rlx_shared + RLX_SLOTS * {PIECE};"
+    yield f"  float *const sums = (float*)(area + {area}), *const squares = sums + {SUMS};"
+    yield f"  uint64_t *const table = (uint64_t*)(squares + {SQUARES}), *const filled = table + {entries};"
+    yield "  uint64_t* const used = filled + RLX_SLOTS;"
+    yield "  rlx_start_next();"
+    yield f"  for (int n = threadIdx.x; n < {entries}; n += {THREADS}) table[n] = ((const uint64_t*)(base + {words}))[n];"
+    yield f"  if (threadIdx.x / 32 == {WARPS}) rlx_ring_begin(filled, RLX_SLOTS, {WARPS}, threadIdx.x % 32);"
+    yield "  __syncthreads();"
+    yield f"  if (threadIdx.x / 32 == {WARPS}) {{  // weights do not wait for the kernels in front"
+    yield "    rlx_chain_copies own = {0, 0, 0, 0};"
+    yield "    #pragma unroll 1"
+    yield f"    for (const uint64_t* row = table; (row[0] & 255) != {DONE}; row += row[0] >> 8)"
+    yield "      switch (row[0] & 255) {"
+    yield from (f"        case {kind}: {feed} break;" for kind, feed in enumerate(kinds.feeds) if feed)
+    yield "      }\n    return;\n  }"
+    yield "  rlx_begin();"
+    yield "  const uint32_t run = *(const volatile uint32_t*)base;"
+    yield "  rlx_chain own = {rlx_shared, area, filled, used, sums, squares, 0, 0, 0, 0};"
+    if heads:
+        yield from _position(kinds, operands, heads)
+        yield from (f"  {text.format('table')}" for text in early)
+    yield "  const uint64_t* row = table;"
+    yield "  #pragma unroll 1"
+    yield f"  for (int stage = 0; stage < {stages}; stage++) {{"
+    yield "    const uint64_t* const next = row + (row[0] >> 8);"
+    yield from (f"    {text.format('next')}" for text in early)
+    yield "    switch (row[0] & 255) {"
+    yield from (f"      case {kind}: {call} break;" for kind, call in enumerate(kinds.calls))
+    yield "    }\n    row = next;\n  }"
+    yield "  if (blockIdx.x == 0 && threadIdx.x == 0) *(uint32_t*)base = run + 1;\n}\n"
+
+
+def _position(kinds: _Kinds, operands: Operands, heads: Attention) -> Iterator[str]:
+    """The position of the query, which all attentions share, brought into the range of the cache."""
+    wanted = operands.program.steps[heads.step].args[heads.kernel.buffers.index(heads.start.buffer)]
+    at = next(n for n, (kind, value) in enumerate(kinds.table) if kind == ARGUMENT and operands.buffer(value) == wanted)
+    kind, most = CUDA.element(heads.start.buffer.dtype), heads.native.inputs[1].dims[2] - 1
+    yield f"  const {kind} given = ((const {kind}*)table[{at}])[{heads.start.offset}];"
+    yield f"  const int position = given < 0 ? 0 : given > {most} ? {most} : (int)given;"
+    yield "  rlx_chain_keys<rlx_heads> keys;"
+
+
+def _header(name: str) -> str:
+    return (Path(__file__).parent / name).read_text()
+
+
+__all__ = ["ARGUMENT", "HEADS", "NAME", "THREADS", "WORDS", "ChainText", "written"]

@@ -1,0 +1,262 @@
+"""Chains of products and attentions on CUDA (rlx/backends/cuda/chain.py): which launches become one, the order in which blocks
+may use words again, and on a GPU the logits beside those of the same network on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cuda_kernels import MODELS, OTHERS, PLAIN, SIZES, reports
+from test_cuda import HOPPER, nvrtc, on_gpu
+
+import rlx
+from rlx.backends.cuda import chain, code
+from rlx.backends.cuda.backend import CudaBackend
+from rlx.backends.cuda.chain import Attention, Chain, Product
+from rlx.backends.cuda.chain_writer import ARGUMENT, HEADS, WORDS, written
+from rlx.backends.cuda.code import launches_of, prologue
+from rlx.compiler import lower
+from rlx.frontends.models.decoder import build
+from rlx.frontends.models.families import config_of
+from rlx.ir.kernel import walk
+from rlx.ir.program import Program
+
+assert nvrtc
+BLOCKS = 132
+NAMES = ("mistral", "qwen2", "gemma", "phi")
+WIDE = {n: PLAIN | dict(zip(SIZES, OTHERS[n])) | {"model_type": n} for n in NAMES}
+SMALL = {
+    "vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64,
+    "num_key_value_heads": 2, "intermediate_size": 640, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "tie_word_embeddings": True, "hidden_act": "silu",
+}  # fmt: skip
+FAMILIES = {
+    "llama": {"model_type": "llama"}, "qwen3": {"model_type": "qwen3"}, "qwen2": {"model_type": "qwen2"},
+    "gemma": {"model_type": "gemma", "hidden_activation": "gelu_pytorch_tanh", "num_key_value_heads": 1},
+    "mistral": {"model_type": "mistral", "sliding_window": 50, "head_dim": 128, "num_attention_heads": 2},
+    "wide": {
+        "model_type": "qwen3", "hidden_size": 1152, "num_attention_heads": 18, "num_key_value_heads": 6, "num_hidden_layers": 3,
+    },
+}  # fmt: skip
+
+
+def decoder(config, layers: int = 4, keys: int = 300) -> Program:
+    count = "n_layer" if "n_layer" in config else "num_hidden_layers"
+    graph = build(config_of(config | {count: layers}), 1, 1, keys, "bf16", cache="bf16", steps=())
+    return lower(graph, HOPPER, rlx.CompileOptions())
+
+
+def chains(program: Program) -> list[Chain]:
+    return [x for x in launches_of(program, "sm_90a") if isinstance(x, Chain)]
+
+
+# -- which launches ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [MODELS["qwen3"], MODELS["llama"], WIDE["mistral"], WIDE["qwen2"], WIDE["gemma"]])
+def test_all_layers_of_a_token_and_the_vocabulary_are_one_launch(config):
+    """In front of it rows are saved and the first one is looked up; behind it the likeliest token is found."""
+    launches = launches_of(decoder(config), "sm_90a")
+    assert [isinstance(x, Chain) for x in launches] == [False, True, False]
+    (found,) = chains(decoder(config))
+    stages = found.stages
+    assert len(stages) == 4 * 5 + 1 and sum(isinstance(s, Attention) for s in stages) == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (MODELS["gpt2"], "a norm that subtracts the mean"), (WIDE["phi"], "a norm that subtracts the mean"),
+        (MODELS["gemma2"], "products follow each other without other kernels between them"),
+    ],
+)  # fmt: skip
+def test_other_networks_keep_their_launches_and_the_text_of_a_kernel_says_why(config, why):
+    program = decoder(config)
+    assert not chains(program)
+    assert any(why in text for text in CudaBackend().compile(program).texts().values())
+
+
+def test_a_prompt_is_no_chain_and_neither_are_older_gpus():
+    graph = build(config_of(SMALL | FAMILIES["llama"]), 1, 40, 300, "bf16", cache="bf16")
+    assert not chains(lower(graph, HOPPER, rlx.CompileOptions()))
+    assert not any(isinstance(x, Chain) for x in launches_of(decoder(SMALL | FAMILIES["llama"]), "sm_80"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_chain_compiles_without_spills_and_fits_a_block(name):
+    program = decoder(SMALL | FAMILIES[name])
+    (found,) = chains(program)
+    made = written(found, program, BLOCKS)
+    (report,) = reports(prologue(False) + made.text, "sm_90a").values()
+    assert report.spilled == report.stack == 0 and made.shared + report.shared <= 227 << 10
+
+
+def test_the_table_has_an_entry_for_each_operand():
+    program = decoder(MODELS["qwen3"])
+    (found,) = chains(program)
+    made = written(found, program, BLOCKS)
+    arguments = sum(len(program.steps[n].args) for s in found.stages for n in s.steps) + sum(map(len, made.more))
+    assert {kind for kind, _ in made.table} == {HEADS, ARGUMENT, WORDS}
+    assert all(0 <= n < arguments for kind, n in made.table if kind == ARGUMENT)
+    assert all(n % 128 < 4 and n < made.words for kind, n in made.table if kind == WORDS)
+    place = rows = 0
+    while made.table[place][1] & 255 != 255:  # heads lead from row to row
+        place, rows = place + (made.table[place][1] >> 8), rows + 1
+    assert rows == len(found.stages) and place == len(made.table) - 1
+
+
+def test_an_artifact_keeps_its_chain():
+    backend, program = CudaBackend(), decoder(SMALL | FAMILIES["llama"])
+    artifact = backend.compile(program)
+    head, parts = backend.to_parts(artifact)
+    again = backend.from_parts(program, head, parts, artifact.texts)
+    assert [c.table for c in again.coded["steps"]] == [c.table for c in artifact.coded["steps"]]
+    assert any(c.table for c in again.coded["steps"])
+
+
+# -- the order of blocks, by code that is not the planner's ----------------------------------------------------------
+
+
+def owners(s: Product) -> list[set[int]]:
+    """The columns of each block."""
+    unit = 8 if s.contract.also is None else 4
+    groups = s.contract.n // unit
+    cuts = [groups * b // BLOCKS * unit for b in range(BLOCKS + 1)]
+    return [set(range(a, b)) for a, b in zip(cuts, cuts[1:])]
+
+
+def readers(s: chain.Stage, buffer: int, program: Program) -> Iterator[tuple[int, set[int]]]:
+    """The blocks that read words of a buffer, and which."""
+    size = program.buffers[buffer].shape.num_elements
+    if isinstance(s, Product):
+        yield from ((b, set(range(size))) for b, own in enumerate(owners(s)) if own)
+        return
+    heads = s.native.inputs[0].dims[1]
+    splits, tiles = next(2**n for n in range(3, -1, -1) if 2**n * heads <= BLOCKS), s.at.tiles
+    for b in range(0, heads * splits, splits):  # the blocks with the first share always read
+        tile = b // splits // (heads // tiles)
+        yield b, {first + tile * by + i for first, by, n in s.ranges[buffer] for i in range(n)}
+
+
+def writers(s: chain.Stage, buffer: int, program: Program) -> list[set[int]]:
+    if isinstance(s, Product):
+        return owners(s)
+    _, heads, _, size = s.native.inputs[0].dims
+    splits = next(2**n for n in range(3, -1, -1) if 2**n * heads <= BLOCKS)
+    out = [set[int]() for _ in range(BLOCKS)]
+    for head in range(heads):
+        out[head * splits] = set(range(head * size, (head + 1) * size))
+    return out
+
+
+def heard(s: chain.Stage, program: Program) -> set[int]:
+    """The buffers whose words a stage reads: not those of which an epilogue reads its own column."""
+    if isinstance(s, Attention):
+        return {x for n in s.steps for x in program.steps[n].reads}
+    ids = dict(zip(s.kernel.buffers, program.steps[s.step].args))
+    return {ids[b] for b in (getattr(x, "buffer", None) for x in walk((s.contract.a,))) if b in ids}
+
+
+def faults(found: Chain, program: Program) -> list[str]:
+    """Words that a block may write while another one still has to read those that were there."""
+    wrote: dict[int, tuple[int, list[set[int]]]] = {}
+    done = np.full((BLOCKS, BLOCKS), -1)  # done[b, c]: the last stage that block c has certainly ended where block b now is
+    before: dict[int, tuple[int, list[int]]] = {}  # by first word: the stage that read it, and the blocks
+    users: dict[tuple[int, int], list[int]] = {}
+    out: list[str] = []
+    ends: list[np.ndarray] = []
+    for i, s in enumerate(found.stages):
+        sources = [a for a in wrote if a in heard(s, program) and a in found.words]
+        for a in sources:
+            stage, columns = wrote[a]
+            for b, wanted in readers(s, a, program):
+                users.setdefault((stage, a), []).append(b)
+                for c, own in enumerate(columns):
+                    if own & wanted:
+                        done[b] = np.maximum(done[b], ends[stage][c])
+                        done[b, c] = max(done[b, c], stage)
+        for a in sources:
+            before[found.areas[wrote[a][0], a][0]] = i, users[wrote[a][0], a]
+        for (stage, a), (first, _) in found.areas.items():
+            if stage != i:
+                continue
+            active = [b for b, own in enumerate(writers(s, a, program)) if own] if a >= 0 else []
+            if first in before and a >= 0:
+                last, those = before[first]
+                out += [f"stage {i} writes words of {last}" for b in active for c in those if c != b and done[b, c] < last]
+        done[np.arange(BLOCKS), np.arange(BLOCKS)] = i
+        ends.append(done.copy())
+        for a in program.steps[s.step].writes & found.words:
+            wrote[a] = i, writers(s, a, program)
+    return out
+
+
+@pytest.mark.parametrize("config", [MODELS["qwen3"], WIDE["qwen2"], SMALL | FAMILIES["gemma"], SMALL | FAMILIES["wide"]])
+def test_words_are_written_again_only_where_every_block_has_read_them(config):
+    program = decoder(config)
+    (found,) = chains(program)
+    assert not faults(found, program)
+    assert len(found.uses) < len(found.areas), "words are used again"
+
+
+def test_the_check_finds_words_that_are_used_again_too_early():
+    program = decoder(MODELS["qwen3"])
+    (found,) = chains(program)
+    places = {key: value for key, value in found.areas.items() if key[1] >= 0}
+    first = next(iter(places.values()))
+    bad = replace(found, areas=dict(found.areas) | dict.fromkeys(list(places)[:3], first))
+    assert faults(bad, program)
+
+
+# -- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+def stepped(config, params, tokens, device: str, weights: str, cache: str, keys: int, start: int, full: np.ndarray) -> np.ndarray:
+    graph = build(config_of(config), 1, 1, keys, weights, cache=cache)
+    compiled = rlx.Session(device).compile(graph)
+    compiled.set_params({n: p.astype(rlx.as_dtype(dict(compiled_params(graph))[n]).numpy) for n, p in params.items()})
+    for h in graph.handles:
+        if h.shape.dims:
+            row = full[: int(np.prod(h.shape.static))].reshape(h.shape.static)
+            compiled.bind_handle(str(h.name), row.astype(h.dtype.numpy))
+        else:
+            compiled.bind_handle(str(h.name), np.full((), start, h.dtype.numpy))
+    inputs = [{"tokens": np.full((1, 1), t, np.int32), "count": np.array(1, np.int32)} for t in tokens]
+    return np.stack([compiled.run(given)[0][0] for given in inputs])
+
+
+def compiled_params(graph) -> Iterator[tuple[str, str]]:
+    yield from ((str(p.name), str(p.dtype)) for p in graph.params)
+
+
+@on_gpu
+@pytest.mark.parametrize(("keys", "start"), [(200, 0), (200, 130), (3000, 2500)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_as_close_to_those_in_f32_as_by_launches(name, keys, start, monkeypatch):
+    """The same weights and cache, all of them numbers of bf16, on the CPU in f32; tokens are given, so errors do not add up."""
+    config, rng = SMALL | FAMILIES[name], np.random.default_rng(0)
+    graph = build(config_of(config), 1, 1, keys, "bf16", cache="bf16")
+    bf16 = rlx.as_dtype("bf16").numpy
+    params = {
+        str(p.name): (rng.standard_normal(p.shape.static) * 0.06 + (len(p.shape.static) == 1)).astype(bf16).astype(np.float32)
+        for p in graph.params
+    }
+    full = rng.standard_normal(max(int(np.prod(h.shape.static)) for h in graph.handles)).astype(bf16).astype(np.float32)
+    tokens = rng.integers(0, 1000, 24)
+    want = stepped(config, params, tokens, "cpu", "f32", "f32", keys, start, full)
+    found = stepped(config, params, tokens, "cuda", "bf16", "bf16", keys, start, full)
+    again = stepped(config, params, tokens, "cuda", "bf16", "bf16", keys, start, full)
+    monkeypatch.setattr(code, "in_chains", lambda program, launches, *rest: launches)
+    with monkeypatch.context() as patch:
+        patch.setattr("rlx.frontends.models.decoder.Graph", _renamed)  # another graph: the session keeps compiled ones
+        launches = stepped(config, params, tokens, "cuda", "bf16", "bf16", keys, start, full)
+    np.testing.assert_array_equal(found, again)
+    off, other = (np.linalg.norm(x - want, axis=1) / np.linalg.norm(want, axis=1) for x in (found, launches))
+    assert not np.array_equal(found, launches), "the chain rounds rows before the norm's factor"
+    assert off.mean() < 0.02 and off.mean() < 1.25 * other.mean() and off.max() < 1.5 * other.max(), (off, other)
+
+
+def _renamed(name: str):
+    return rlx.Graph(f"{name}_launches")
