@@ -312,7 +312,7 @@ def write(text: str) -> None:
     before, mark, after = DOCUMENT.read_text().partition(MARK)
     words, _, rest = after.partition("```\n")
     _, _, rest = rest.partition("```\n")
-    DOCUMENT.write_text(f"{before}{mark or MARK}{words or chr(10) * 2}```\n{text}\n```\n{rest}")
+    DOCUMENT.write_text(f"{before}{mark or chr(10) + MARK}{words or chr(10) * 2}```\n{text}\n```\n{rest}")
 
 
 def main() -> None:

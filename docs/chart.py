@@ -1,7 +1,7 @@
 """Writes docs/speed.svg, the chart of the README: how many times as fast as the best peer, also where rlx is behind.
 
-Every bar comes from a table of docs/benchmarks.md, found by its section and cells; nothing is entered twice. After a change
-of those tables: python docs/chart.py"""
+Every bar comes from a table of docs/benchmarks.md or docs/measurements/, found by its section and cells, so nothing is entered
+twice. After a change of those tables: python docs/chart.py"""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from html import escape
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCE, CHART = HERE / "benchmarks.md", HERE / "speed.svg"
+CHART = HERE / "speed.svg"
+NEWEST = HERE / "benchmarks.md"
+SOURCES = (NEWEST, *sorted((HERE / "measurements").glob("*.md")))  # where pages share a section's name, the first has it
 FASTER = "rlx is faster by"
 Row = dict[str, str]
 
@@ -30,7 +32,11 @@ class Bar:
 def tables(section: str) -> Iterator[list[Row]]:
     """The tables of the section whose heading starts so. An empty first cell repeats the one above; of columns with one name, the
     second is called NAME 2."""
-    text = SOURCE.read_text("utf-8").split(f"\n## {section}")[1].split("\n## ")[0]
+    start = f"\n## {section}"
+    page = next((text for source in SOURCES if start in (text := source.read_text("utf-8"))), None)
+    if page is None:
+        raise LookupError(f"no page of measurements has a section {section!r}")
+    text = page.split(start)[1].split("\n## ")[0]
     found: list[Row] = []
     head: list[str] = []
     for line in [*text.splitlines(), ""]:
@@ -52,7 +58,7 @@ def rows(section: str, **cells: str) -> list[Row]:
     for table in tables(section):
         if found := [row for row in table if all(row.get(name) == text for name, text in cells.items())]:
             return found
-    raise LookupError(f"docs/benchmarks.md, section {section!r}: there is no row with {cells}")
+    raise LookupError(f"section {section!r} of the measurements: there is no row with {cells}")
 
 
 def best(label: str, found: list[Row], column: str = FASTER) -> Bar:
@@ -70,6 +76,7 @@ def timed(label: str, found: list[Row], column: str, ours: str, peers: tuple[str
 
 def groups() -> Iterator[tuple[str, list[Bar]]]:
     encoders, generation, starts = "Encoders, 2026-11-20", "Generation, Qwen3-0.6B shape", "Start to first result"
+    xeon, narrow = "Encoders on an Intel Xeon, 2026-11-22", "Encoders on an Intel Xeon"
     yield "2-core AMD EPYC, f32, 2 threads", [
         best(label, rows(encoders, model=model, threads="2"))
         for label, model in (
@@ -93,7 +100,7 @@ def groups() -> Iterator[tuple[str, list[Bar]]]:
         timed("first result of MiniLM, cold", found, "first result after it, ms", "rlx", ("ONNX Runtime", "OpenVINO")),
     ]  # fmt: skip
     yield "16-core Intel Xeon", [
-        best(label, rows("Encoders on an Intel Xeon", model=model, threads=threads))
+        best(label, rows(narrow if " bf16 " in model or " int8 " in model else xeon, model=model, threads=threads))
         for label, model, threads in (
             ("BERT-base, 1 of 128, f32, 1 thread", "bert-base 1 × 128", "1"), ("the same, 16 threads", "bert-base 1 × 128", "16"),
             ("BERT-base, 8 of 512, bf16, 16 threads", "bert-base bf16 8 × 512", "16"),
@@ -107,7 +114,7 @@ def groups() -> Iterator[tuple[str, list[Bar]]]:
 
 def processors() -> Iterator[tuple[str, list[Bar]]]:
     """Encoders and generation from the sections that `make bench-cpu` wrote: with one thread and with the most."""
-    for title in re.findall(r"\n## (.*), `make bench-cpu`", SOURCE.read_text("utf-8")):
+    for title in re.findall(r"\n## (.*), `make bench-cpu`", NEWEST.read_text("utf-8")):
         cases: dict[tuple[str, int, str], list[Row]] = {}
         for row in (row for table in tables(title) for row in table if "threads" in row and FASTER in row):
             cases.setdefault((row.get("model") or f"a token, {row['format']}", int(row["threads"]), FASTER), []).append(row)

@@ -63,6 +63,17 @@ def test_the_chart_is_as_the_tables_of_measurements_are() -> None:
         made["rows"]("Encoders, 2026-11-20", model="minilm 0 × 0")
 
 
+def test_links_within_the_page_of_measurements_lead_to_sections() -> None:
+    text = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", head).strip().lower()) for head in heads}
+    anchors |= set(re.findall(r'<a id="([\w-]+)">', text))
+    links = set(re.findall(r"\]\(#([\w-]+)\)", text))
+    assert len(links) > 10 and links <= anchors
+    pages = {f"measurements/{page.name}" for page in (DOCS / "measurements").glob("*.md")}
+    assert set(re.findall(r"\]\((measurements/\w+\.md)\)", text)) == pages
+
+
 def test_the_picture_of_memory_has_a_box_for_each_value(tmp_path: Path) -> None:
     g = rlx.Graph("<net>")
     x = g.input("x", (64, 64), "f32")
