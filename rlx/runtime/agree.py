@@ -1,4 +1,5 @@
-"""Checks that ranks are about to do the same, where sizes and dtypes would not show a difference, and data shared by rank 0.
+"""Checks that ranks are about to do the same thing, where sizes and dtypes would not show a difference, and data shared by
+rank 0.
 
 The scratch is at the end of the heap (rlx.driver.exchange), so user data at its beginning is not overwritten.
 """

@@ -1,8 +1,8 @@
 """Artifacts: compiled programs with their weights in one file, loaded without the compiler. Format: docs/artifacts.md.
 
-A program is stored as in the disk cache (rlx.runtime.stored), weights as they are in memory once they are prepared, so that a
-load maps them and computes nothing. The file is a container (rlx.host.container), which compares sizes and checksums; every
-number in a program is checked by rlx.compiler.check. Code that another user could have written is refused.
+A program is stored as in the disk cache (rlx.runtime.stored), and weights in their prepared form, so a load maps them and
+computes nothing. The file is a container (rlx.host.container), which compares sizes and checksums; rlx.compiler.check checks
+every number in a program. Code that another user could have written is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A graph compiled with dims={"batch": "auto"}: one executable for each bucket of the open dim that runs reach."""
+"""A graph compiled with dims={"batch": "auto"}: one executable per bucket of the open dim, compiled when a run first needs it."""
 
 from __future__ import annotations
 

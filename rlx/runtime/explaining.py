@@ -1,4 +1,4 @@
-"""The knowledge of a compiled graph about itself, for reports and the page (rlx.explain)."""
+"""Information about a compiled graph, for reports and the page (rlx.explain)."""
 
 from __future__ import annotations
 

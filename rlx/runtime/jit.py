@@ -1,8 +1,8 @@
 """rlx.jit: a Python function on values becomes a compiled function of arrays.
 
-The first call with arguments of new dims, dtypes or structure runs the function once on values, which builds a graph, and
-compiles it. Later calls run that. Where all arguments are arrays, a call is machine code that compares their dtypes and dims with
-those of the call before; everything else is decided here.
+The first call with arguments of new dims, dtypes or structure traces the function once on values, which builds a graph, and
+compiles it. Later calls run the executable. If all arguments are arrays, machine code compares their dtypes and dims with
+those of the preceding call; everything else is decided here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Policies: which experts stay in the fast tier. The simulator and the running pool ask the same objects in the same order.
+"""Policies: which experts stay in the fast tier. The simulator and the running pool call the same objects in the same order.
 
-Each layer has a quota of resident experts, from the budget. A policy sees the choices of a layer's router before the experts are
-read. It answers which of the missing ones stay, in place of which; these are pairs of one layer, so that memory does not grow.
+Each layer has a quota of resident experts, from the budget. A policy sees the choices of a layer's router before the experts
+are read. It selects the missing experts that stay, each with the expert of the same layer that it replaces, so memory does not
+grow.
 """
 
 from __future__ import annotations

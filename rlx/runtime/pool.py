@@ -1,11 +1,11 @@
-"""ExpertPool: keeps the right experts of a model in the fast tier, within a budget, while it runs.
+"""ExpertPool: keeps the experts that a policy selects in the fast tier, within a budget, while the model runs.
 
-A policy answers each router (rlx.runtime.policies). Missing experts that stay are read once, by the run that needs them. A thread
-in the background, in pairs, demotes experts and fetches others ahead: it makes the tiers equal to the policy's masks, releases
-first. The policy is the simulator's, so that both count the same hits. On a GPU, where kernels read missing experts in place
-(ExpertTiers.in_place), the thread learns of the routers after their run, and promotes all that stay. A policy that reads ahead
-makes it follow runs that go on: it learns of each router at once, and promotes what was guessed as far as that comes in time
-(Arrivals).
+The policy is called at each router (rlx.runtime.policies). Missing experts that stay are read once, by the run that needs
+them. A background thread demotes experts and prefetches others, in pairs: it makes the tiers equal to the policy's masks,
+evictions first. The simulator uses the same policy, so both count the same hits. On a GPU, where kernels read missing experts
+in place (ExpertTiers.in_place), the thread learns of the routers after their run, and promotes all experts that stay. With a
+policy that reads ahead, it follows runs in flight: it learns of each router at once, and promotes guessed experts as far as
+they arrive in time (Arrivals).
 """
 
 from __future__ import annotations

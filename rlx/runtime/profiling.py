@@ -1,4 +1,4 @@
-"""Measured runs of a compiled graph (CompiledGraph.profile). States are as before afterwards; outputs are those of a run."""
+"""Measured runs of a compiled graph (CompiledGraph.profile). They leave states unchanged; outputs are those of a run."""
 
 from __future__ import annotations
 

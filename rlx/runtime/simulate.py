@@ -1,7 +1,7 @@
 """Simulation: a recorded trace replayed against policies, for the hit rate and the tokens per second of each.
 
-Time of a forward: that of its computation with all experts resident; the reading of the missing experts, in front of their layer;
-and the part of the reading of fetched experts that takes longer than the layer beside which it runs.
+The time of a forward is that of its computation with all experts resident, plus the reads of missing experts before their
+layer, plus the part of prefetches that takes longer than the layer that they overlap.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Traces: the experts that each forward of a model chose, in a file (docs/experts.md has the format).
 
-The file is untrusted when it is read: the header has a checksum, each record too, and a record's size follows from its header and
-is compared with the size of the file before anything is allocated.
+A reader does not trust the file: the header and each record have checksums, and a record's size follows from its header and is
+compared with the size of the file before anything is allocated.
 """
 
 from __future__ import annotations

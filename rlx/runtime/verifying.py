@@ -1,8 +1,9 @@
-"""Verifies what was compiled: its memory plan, and each value that a run stores against the op's numpy reference in float64.
+"""Verifies a compiled program: its memory plan, and each value that a run stores against the op's numpy reference in float64.
 
-The graph is compiled once more with memory for every buffer of its own, so that all values which kernels write can be read after
-the run. A value is compared with the references of the nodes between it and those that were stored before it, applied to what
-was stored: errors do not add up from kernel to kernel. Then the program with the real memory plan must give the same bits.
+The graph is compiled once more with separate memory for every buffer, so that all values which kernels write can be read after
+the run. A value is compared with the references of the nodes between it and the values stored before it, applied to those
+stored values, so errors do not accumulate from kernel to kernel. Then the program with the real memory plan must give the same
+bits.
 """
 
 from __future__ import annotations

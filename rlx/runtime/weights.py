@@ -1,8 +1,8 @@
 """Params of one executable: which are set, which prepared buffers depend on them, and which of these are stale.
 
 A param that is only used for one prepared buffer is read directly from the caller's array and not stored. A param that a run
-reads, or that is prepared together with others, is stored: then every packed copy can be updated when one of them is set again.
-Arrays in mapped files are read from the file (rlx.driver.files), by several threads if much is set at once.
+reads, or that is prepared together with others, is stored, so that every packed copy can be updated when one of them is set
+again. Arrays in mapped files are read from the file (rlx.driver.files), by several threads if many are set at once.
 """
 
 from __future__ import annotations

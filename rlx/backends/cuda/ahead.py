@@ -1,4 +1,4 @@
-"""Products whose epilogue loads what it can before the products, so that nothing waits for it behind them."""
+"""Products whose epilogue issues its loads before the main loop, so that nothing waits for them afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Arrays of other libraries on a GPU (DLPack, `__cuda_array_interface__`): inputs from them, outputs for them, in order."""
+"""Arrays of other libraries on a GPU (DLPack, `__cuda_array_interface__`): inputs from them, outputs for them, with stream
+ordering."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """CUDA C++ that reads panels of quantised weights (rlx.ir.blocks.Panel), derived from the table of formats.
 
-A warp reads a turn of a panel: 32 elements of 32 rows. Lane 4 * g + t has rows 4g to 4g + 3, whose dwords are one 16-byte load,
-and of each row two runs of four adjacent elements.
+A warp reads one step of a panel at a time: 32 elements of 32 rows. Lane 4 * g + t holds rows 4g to 4g + 3, whose dwords are
+one 16-byte load, and two runs of four adjacent elements of each row.
 """
 
 from __future__ import annotations

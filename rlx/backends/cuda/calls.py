@@ -1,5 +1,5 @@
-"""`run_slots` and `bound` with little time on the host (rlx.host.gate.FastCalls): arrays are copied to the ring, one graph is
-launched, and nothing is allocated. Machine code does it for small arrays of the host.
+"""`run_slots` and `bound` with low host overhead (rlx.host.gate.FastCalls): arrays are copied to the ring, one graph is
+launched, and nothing is allocated. Machine code does this for small host arrays.
 
 These functions handle the common case and leave all others, and every error, to the methods of CompiledGraph.
 """

@@ -1,6 +1,6 @@
-"""Contractions of any dtype by plain multiply-adds: a block computes a tile of the result from tiles of both operands in shared
-memory, every thread a small square of it in registers, which also hold the operands' next tiles as they arrive. The epilogue runs
-on the finished elements."""
+"""Contractions of any dtype by plain multiply-adds: a block computes a tile of the result from tiles of both operands in
+shared memory. Every thread has a small square of the tile in registers, and prefetches the operands' next tiles into registers
+too. The epilogue runs on the finished elements."""
 
 from __future__ import annotations
 

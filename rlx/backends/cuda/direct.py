@@ -1,5 +1,5 @@
-"""Convolutions by multiply-adds from the image as it lies: of a window for each channel, and with few results. Tensor cores would
-multiply by zeros there, and copies of all windows would be many times the image. Padding is not stored."""
+"""Convolutions by multiply-adds that read the image in place: depthwise ones, and those with few results. Tensor cores would
+multiply by zeros there, and copies of all windows would be many times the size of the image. Padding is not stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a GPU as DLPack capsules and `__cuda_array_interface__` describe it."""
+"""GPU memory as described by DLPack capsules and `__cuda_array_interface__`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Loops cut where their conditions change, so that no iteration computes what another branch selects: a concat of parts of a row
-is a loop for each part, without guards."""
+"""Loops split where their conditions change, so that no iteration evaluates a branch that is not selected: a concat of parts
+of a row is one loop per part, without guards."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Experts in two tiers on a GPU (rlx.driver.slots): slots in its memory, the store in pinned memory of the host, which kernels
-read through the bus."""
+"""Experts in two tiers on a GPU (rlx.driver.slots): slots in its memory, and a store in pinned host memory, which kernels read
+through the bus."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 A block computes a tile of the result, a thread some rows and columns of it in groups of 4, a warp 4 x 8 times as many.
 Asynchronous copies keep a ring of slices of both operands in shared memory full, with the summed axis outermost: copies of
-single elements transpose an operand that is contiguous along it. Where tiles are few, groups of a block's threads share the
-summed axis, and blocks of a cluster; their sums are added in a fixed order. A tile at an edge begins earlier instead of reading
-beyond it, and stores what no other tile does.
+single elements transpose an operand that is contiguous along it. If there are few tiles, groups of a block's threads and
+blocks of a cluster share the summed axis; their sums are added in a fixed order. A tile at an edge is shifted inwards instead
+of reading past it, and stores only elements that no other tile stores.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Contractions with few rows, bound by reading the right operand once.
 
-A block first puts its rows of the left operand into shared memory; they may be computed there (a norm in front of the product).
-Where columns of the right operand are contiguous, each warp takes some of them at a time and its lanes share the summed axis: a
-lane has a batch of 16-byte loads in flight, and replaces each as soon as it has used it. Where rows are contiguous, each lane has
-adjacent columns and the warps share the summed axis. Sums are in a fixed order. (gemv_ring.py is faster where it can be used.)
+A block first puts its rows of the left operand into shared memory; they may be computed there (a norm before the product). If
+columns of the right operand are contiguous, each warp takes some of them at a time and its lanes share the summed axis: a lane
+has a batch of 16-byte loads in flight, and replaces each as soon as it has used it. If rows are contiguous, each lane has
+adjacent columns and the warps share the summed axis. Sums are in a fixed order. (gemv_ring.py is faster where it applies.)
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """Products with quantised weights (rlx.ir.blocks.Panel) and few rows, bound by reading the weights once.
 
-A block takes panels of 32 columns, one after the other, for some rows. Its warps share the summed axis. So do several blocks, if
-panels are few and long: they tell one of them their sums in words of global memory, and it adds them in a fixed order. A block
-has a ring of stages: a bulk copy brings the pieces of several warps, ahead of their use, also before earlier kernels have ended,
-and from one panel to the next; the last warp that has used a stage starts the next copy to it. For one row a block has one copy
-in flight until earlier kernels have ended, and the others follow the loads of the row: these, and all that the earlier kernels
-still load and store, would wait behind more.
+A block processes panels of 32 columns, one after the other, for some rows. Its warps share the summed axis, and so do several
+blocks if panels are few and long: these send their sums to one block through words in global memory, and it adds them in a
+fixed order. A block has a ring of stages: a bulk copy brings the pieces of several warps ahead of their use, also before
+earlier kernels have ended, and across panels; the last warp that has used a stage starts the next copy to it. For one row a
+block has one copy in flight until earlier kernels have ended; the others are issued after the loads of the row, since these,
+and all remaining traffic of the earlier kernels, would queue behind them.
 
-Weights become bf16 without rounding: they are integers of at most 8 bits, those of fewer bits with 128 added, whose products with
-sums of the left operand are then subtracted. The left operand lies in shared memory as bf16 numbers that add up to it exactly,
-each in its own column of a tensor-core product, so products and sums are those of f32; many rows of f32 are rounded to bf16,
-unless that is forbidden. Sums of a turn are scaled in f32. One row is multiplied as integers (blocks.h).
+Weights are converted to bf16 exactly: they are integers of at most 8 bits, those of fewer bits with 128 added; the products of
+this offset with sums of the left operand are subtracted afterwards. The left operand is in shared memory as bf16 numbers that
+add up to it exactly, each in its own column of a tensor-core product, so products and sums have f32 accuracy; many rows of f32
+are rounded to bf16, unless that is forbidden. The sums of each step are scaled in f32. One row is multiplied as integers
+(blocks.h).
 """
 
 from __future__ import annotations

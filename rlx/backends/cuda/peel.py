@@ -1,5 +1,5 @@
-"""Rows whose length is no multiple of a vector begin anywhere. Their loops take vectors from a row's first aligned element on;
-the few iterations before and behind these are peeled off, one for a thread."""
+"""Rows whose length is not a multiple of a vector start unaligned. Their loops use vectors from a row's first aligned element
+on; the few iterations before and after are peeled off, one per thread."""
 
 from __future__ import annotations
 

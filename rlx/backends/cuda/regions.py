@@ -1,4 +1,4 @@
-"""Memory of a GPU that grows and shrinks at its end, at addresses that do not change."""
+"""GPU memory that grows and shrinks at its end, at addresses that do not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Renders a launched kernel as CUDA C++. It has over 500 lines: the statements of teams and of single threads share one state."""
+"""Renders a kernel and its launch as CUDA C++. Over 500 lines: the statements of teams and of single threads share one state."""
 
 from __future__ import annotations
 

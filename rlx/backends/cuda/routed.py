@@ -1,4 +1,4 @@
-"""The experts of one executable on a GPU: their buffers, and the log of its routers that the GPU writes behind each run."""
+"""The experts of one executable on a GPU: their buffers, and the log of its routers that the GPU writes after each run."""
 
 from __future__ import annotations
 

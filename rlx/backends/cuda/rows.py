@@ -1,5 +1,5 @@
 """Rows kept in registers: each thread of a team keeps its elements of a row between the loops over the row, so that the row is
-read once and no loop waits for memory that the threads share."""
+read once and no loop waits for shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running totals: a team keeps a part of a line in registers, and adds what the parts before it sum to."""
+"""Prefix sums (running totals): a team keeps a part of a line in registers, and adds the total of the preceding parts."""
 
 from __future__ import annotations
 

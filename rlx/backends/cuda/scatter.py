@@ -1,5 +1,5 @@
-"""Updates of the places that indices choose, such as sums: a block finds the indices that choose some places, in order, and its
-threads have the results of these in registers."""
+"""Updates of indexed destinations, such as sums: a block owns some destinations and finds the indices that select them, in
+order; its threads keep their results in registers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""How the points and loops of a kernel are spread over blocks and threads. All decisions are here; render.py carries them out.
+"""Mapping of the points and loops of a kernel to blocks and threads. All decisions are here; render.py carries them out.
 
-A *team* of T threads runs one grid point. T is 1 (a point per thread), 32 (a warp), or a whole block. The statements of a point
-run in every thread of the team with the same values; the iterations of its vector loops are shared out among the threads.
+A *team* of T threads runs one grid point. T is 1 (a point per thread), 32 (a warp), or a whole block. The statements of a
+point run in every thread of the team with the same values; the iterations of its vector loops are shared out among the
+threads.
 """
 
 from __future__ import annotations

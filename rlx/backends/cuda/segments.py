@@ -1,12 +1,13 @@
 """Products of groups of rows with a matrix each (Contract.count), by the kernels of single products.
 
-The rows of a group are cut into tiles. A tile is a grid point of a product with so many rows, of which the last tile of a group
-has fewer. Groups follow from memory, so there are as many grid points as there may be tiles: each block counts the tiles of all
-groups, and finds the group of its own (segments.h). Blocks without one end. The number of its matrix in the right operand
-follows from memory, too: `slots` has it, or -1 for a matrix in host memory, at its place behind `far` (experts.py).
+The rows of a group are cut into tiles. Each tile is a grid point of a product with that many rows; the last tile of a group
+has fewer. The groups are known in device memory only, so the grid has the maximum number of tiles: each block counts the tiles
+of all groups, and finds the group of its own (segments.h). Blocks without a tile exit. The index of a group's matrix in the
+right operand is read from memory, too: `slots` has it, or -1 for a matrix in host memory, at its offset from `far`
+(experts.py).
 
-Tensor cores of 9.0 take 64 rows at a time, however few a group has: the product is then bound by reading its weights. Rows of
-other groups behind those of a tile are multiplied, too, and not stored.
+Tensor cores of 9.0 take 64 rows at a time, however few a group has: the product is then bound by reading its weights. Rows
+past the end of a tile, which belong to other groups, are multiplied too, but not stored.
 """
 
 from __future__ import annotations

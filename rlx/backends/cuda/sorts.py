@@ -1,5 +1,5 @@
-"""Sorts of rows: a warp sorts chunks in its registers, which the block merges in shared memory. Of long rows several blocks have
-parts, which they merge through memory."""
+"""Sorts of rows: a warp sorts chunks in its registers, which the block merges in shared memory. Long rows are divided among
+several blocks, which merge their parts through global memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops as others that suit the GPU: softmax down long columns, the top k of parts, attention with narrow queries."""
+"""Ops rewritten as others that suit the GPU: softmax down long columns, top-k of parts, attention with narrow queries."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Copies between the host and a GPU through pinned memory, in pieces: the host copies one while the GPU moves others.
+"""Copies between the host and a GPU through pinned memory, in pieces: the host copies one piece while the GPU transfers
+others.
 
-The host may read and write its arrays as soon as a function returns. A piece is written again when the copy from it has ended."""
+The host may read and write its arrays as soon as a function returns. A piece is reused when the copy from it has ended.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The start of a run as machine code: the inputs to the ring, then one launch of a graph by the driver. For rlx.host.calls."""
+"""The start of a run as machine code: copies inputs to the ring, then launches a graph through the driver. For rlx.host.calls."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """Contractions of f16, bf16, 8-bit floats and integers, and f32 that may be rounded (TF32) on the tensor cores of compute
 capability 9.0.
 
-A block is one warp group that copies and two that multiply. The copying one keeps a ring of tiles in shared memory full with bulk
-tensor copies. The others multiply half of the rows of a tile each, or take whole tiles in turns, so that one runs the epilogue
-while the other multiplies (`Tiling.turns`), or stages in turns where there are few rows (`Tiling.alternate`). Blocks take tile
-after tile; tiles that are left over are shared: the blocks of a cluster have parts of the summed axis, and add their sums in a
-fixed order. Results that are nothing but sums may leave by bulk copies (`Tiling.queued`). Instructions take 64 rows, but any 8
-columns: where a tile's rows would be idle, it is one of the transposed product (`Tiling.swapped`). Multicast to pairs of blocks
-with the same columns made few products faster, by 3% at most, and others slower.
+A block has one producer warp group and two consumers. The producer keeps a ring of tiles in shared memory full with bulk
+tensor copies. Each consumer multiplies half of the rows of a tile, or they alternate whole tiles, so that one runs the
+epilogue while the other multiplies (`Tiling.turns`), or alternate stages where there are few rows (`Tiling.alternate`). Blocks
+are persistent; leftover tiles are shared: the blocks of a cluster split the summed axis, and add their sums in a fixed order.
+Results without an epilogue may be stored by bulk copies (`Tiling.queued`). Instructions take 64 rows, but any multiple of 8
+columns: where rows of a tile would be idle, the transposed product is computed (`Tiling.swapped`). Multicast to pairs of
+blocks with the same columns made few products faster, by 3% at most, and others slower.
 
-More than 500 lines: a tiling, what it costs and the choice of one are read together.
+More than 500 lines: a tiling, its cost and its choice are read together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tiles of quantised weights and of 8-bit floats for the tensor cores, decoded by the warps that copy.
+"""Tiles of quantised weights and of 8-bit floats for the tensor cores, decoded by the producer warps.
 
-A warp decodes turns of 32 elements of 32 columns; a thread widens 16 floats. Warps load their bytes, and their part of a left
-operand in f32, a stage ahead; bulk copies bring 8-bit floats, and f32 whose axes are exchanged.
+A warp decodes 32 elements of 32 columns at a time; a thread widens 16 floats. Warps load their bytes, and their part of a left
+operand in f32, one stage ahead; bulk copies bring 8-bit floats, and f32 operands that are transposed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From the sums of a tile to results: sums that several groups or blocks share, and the epilogue (rlx.backends.cuda.tensor)."""
+"""From the accumulators of a tile to results: reduction across groups and blocks, and the epilogue (rlx.backends.cuda.tensor)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A run with times: a CUDA graph of its launches with events of the GPU between them.
+"""Timed runs: a CUDA graph of the launches of a run with GPU events between them.
 
-Launches then wait for each other completely, where those of a run may begin while the one before them ends. So a measured run
-takes longer than others, by 2.5 to 4 microseconds for each launch on an H200; these are in the times of the steps.
+Launches then wait for each other completely, where those of a normal run overlap. So a timed run takes 2.5 to 4 microseconds
+per launch longer on an H200, which the times of the steps include.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Large inputs and outputs past the runs that are under way: copy streams of their own, and areas of the GPU in between.
+"""Transfers of large inputs and outputs during other runs: dedicated copy streams, and staging areas on the GPU.
 
 A run reads its inputs and leaves its outputs at fixed addresses, so a copy between those and the host would wait for the runs
-around it. A copy on the GPU takes a fiftieth of the time."""
+around it. A copy within the GPU takes a fiftieth of the time.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Elementwise kernels that read across the order in which they write: tiles of such loads go through shared memory, so that
-memory is read and written in whole lines."""
+"""Elementwise kernels with transposing loads: tiles of these loads go through shared memory, so that memory is read and
+written in whole cache lines."""
 
 from __future__ import annotations
 

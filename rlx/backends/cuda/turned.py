@@ -1,5 +1,5 @@
-"""Right operands of products with their axes exchanged in memory: tensor cores take numbers of 8 and of 32 bits along the summed
-axis only, and bulk copies take rows of whole multiples of 16 bytes."""
+"""Right operands of products, transposed in memory: tensor cores take numbers of 8 and of 32 bits along the summed axis only,
+and bulk copies take rows of whole multiples of 16 bytes."""
 
 from __future__ import annotations
 

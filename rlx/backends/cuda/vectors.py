@@ -1,4 +1,4 @@
-"""Vector accesses: the loads and stores of a loop body that V consecutive iterations can do at once."""
+"""Vector accesses: the loads and stores of a loop body that V consecutive iterations can combine."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Contractions of narrow floats, 8-bit integers and f32 that may be rounded, on the tensor cores of every GPU since compute
 capability 8.0 (mma.sync).
 
-A block of 8 warps computes a tile of the result. Tiles of both operands pass through a ring in shared memory, which is filled by
-asynchronous copies of 16 bytes where an operand's strides allow them, else element by element. Tiles are counted in units of 2
-bytes: an instruction takes 16 of them along the summed axis, whatever they hold. 8-bit floats are units of f16 or bf16, exactly,
-where the other operand is or the GPU has no product of them. The epilogue runs on rows staged in shared memory, with vector
-accesses. tensor.py has the faster kernel of capability 9.0.
+A block of 8 warps computes a tile of the result. Tiles of both operands pass through a ring in shared memory, which is filled
+by asynchronous copies of 16 bytes where an operand's strides allow them, else element by element. Tiles are counted in units
+of 2 bytes: an instruction takes 16 units along the summed axis, whatever their dtype. 8-bit floats are converted exactly to
+f16 or bf16 if the other operand has that dtype or the GPU has no 8-bit product. The epilogue runs on rows staged in shared
+memory, with vector accesses. tensor.py has the faster kernel for capability 9.0.
 """
 
 from __future__ import annotations
