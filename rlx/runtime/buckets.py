@@ -122,7 +122,7 @@ class BucketedGraph(Shown):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _sized(self, declared: Declared, given: Any) -> Shape:
-        """The declared shape with the sizes that the open dim has in what is given."""
+        """The declared shape with the sizes that the open dim has in the given arrays."""
         found, dims = np.shape(given), declared.shape.dims
         if len(found) != len(dims):
             raise InputShapeError(f"input {declared.name!r} is {declared.shape}; got dims {list(found)}")

@@ -56,7 +56,7 @@ class CompiledGraph(Shown):
         self, executable: Executable, device: Device, options: CompileOptions, report: CompileReport,
         origins: Callable[[], Origins], artifact: Artifact,
     ) -> None:  # fmt: skip
-        """`origins`: lowers the graph once more, for what a compile does not record. `artifact`: the code, for `save`."""
+        """`origins`: lowers the graph once more, for facts that a compile does not record. `artifact`: the code, for `save`."""
         program = executable.program
         self.device, self.options, self.artifact = device, options, artifact
         self._executable, self._program, self._report = executable, program, report
@@ -603,7 +603,7 @@ class CompiledGraph(Shown):
                 yield self._executable
 
     def explain(self, path: str | PathLike[str], profile: Profile | None = None) -> None:
-        """Write one HTML page with what is known of this executable: its memory, its steps with their times and code, the graph.
+        """Write one HTML page about this executable: its memory, its steps with their times and code, the graph.
         It needs no network. `profile`: the times to show; else they are measured, on the inputs of the last run. docs/explain.md.
 
         OptionError: the file cannot be written."""

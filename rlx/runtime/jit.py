@@ -42,7 +42,7 @@ REMEMBERED = 64  # compiled functions of a Jitted; the oldest is dropped first
 class Signature(NamedTuple):
     """A compiled function is reused if all of this is equal."""
 
-    static: tuple[tuple[str, object, object], ...]  # name, value, and what tells it from equal ones (_exact)
+    static: tuple[tuple[str, object, object], ...]  # name, value, and its distinction from equal values (_exact)
     trees: tuple[tuple[str, Tree], ...]
     leaves: tuple[tuple[DType, tuple[DimLike, ...]], ...]
     binding: tuple[tuple[str, int], ...] = ()  # of the named dims; the graph is the same without it

@@ -84,7 +84,7 @@ class OutputView(np.lib.mixins.NDArrayOperatorsMixin):
         return getattr(self.numpy(), name)
 
     def _shared(self) -> Any:
-        """The output where it lies, for other libraries."""
+        """The output in place, for other libraries."""
         owner = self._owner
         self._check()
         there = owner._executable.export(owner._program.outputs[self._index].buffer, self._shape)

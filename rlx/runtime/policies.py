@@ -87,7 +87,7 @@ class Change(NamedTuple):
 
 
 class Policy:
-    """Base of the policies: state and pairs. A subclass says what an expert is worth (`_learn` changes `worth`)."""
+    """Base of the policies: state and pairs. A subclass defines the worth of an expert (`_learn` changes `worth`)."""
 
     guesses = False  # whether it uses the guesses of a forward
 
@@ -276,7 +276,7 @@ class Hysteresis(Policy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.since = [np.full(x.experts, -self.DWELL) for x in self.layers]
-        self.memory = [worth / (1 - self.FADES) for worth in self.worth]  # what uses of this frequency add up to
+        self.memory = [worth / (1 - self.FADES) for worth in self.worth]  # the steady-state sum of uses at this frequency
 
     def _learn(self, layer: int, counts: np.ndarray, tokens: int) -> None:
         memory, fade = self.memory[layer], self.FADES**tokens

@@ -110,7 +110,7 @@ class Arrivals:
 
 
 class ExpertPool(Shown):
-    """Keeps experts of a model resident within a budget. A context manager; `close` ends it, and what is resident stays so."""
+    """Keeps experts of a model resident within a budget. A context manager; `close` ends it and changes no expert."""
 
     def __init__(
         self, of: HasExperts, budget: Budget | int | str, policy: str = DEFAULT, refresh: int = 1,
@@ -142,8 +142,8 @@ class ExpertPool(Shown):
         self._ready = threading.Condition()
         self._thread: threading.Thread | None = None
         self._demote, self._promote = set[int](), set[int]()  # layers with work
-        self._releasing, self._promoting = False, -1  # what the thread does now; the layer of which it reads an expert
-        self._reading: tuple[int, frozenset[int]] = (-1, frozenset())  # a layer, and what its run reads and keeps
+        self._releasing, self._promoting = False, -1  # the thread's current work; the layer of which it reads an expert
+        self._reading: tuple[int, frozenset[int]] = (-1, frozenset())  # a layer, and the experts that its run reads and keeps
         self._told = False  # runs have been queued, of whose routers the thread learns
         self._error: BaseException | None = None
         self._uses = self._hits = 0
@@ -181,7 +181,7 @@ class ExpertPool(Shown):
             self._raise()
 
     def queued(self) -> None:
-        """A run has been queued on a device that tells later what its routers choose."""
+        """A run has been queued on a device that reports the choices of its routers later."""
         self._told = True
         if self._ready.acquire(blocking=False):  # else the thread is at work, and looks for it later
             try:
@@ -213,7 +213,7 @@ class ExpertPool(Shown):
             self._uses, self._hits = self._uses + change.uses, self._hits + int(np.count_nonzero(there))
             kept = used[self.policy.resident[layer][used]].tolist()
             if not there.all() and not self.tiers.in_place:
-                self._settle()  # what earlier routers demoted: its memory is needed now
+                self._settle()  # experts that earlier routers demoted: their memory is needed now
             coming = [x for x, _ in change.fetched]
             if self.tiers.in_place:
                 if guessed := [expert for x, expert in change.fetched if x == layer + 1]:

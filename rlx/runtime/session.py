@@ -154,7 +154,7 @@ class Session(Shown):
     def _cached(
         self, entry: CacheEntry, params: ParamStore | None, handles: HandleStore | None
     ) -> tuple[Artifact, Executable] | None:
-        """Load what an earlier compile stored on disk. None: there is no entry, or it is damaged."""
+        """Load the entry of an earlier compile from disk. None: there is none, or it is damaged."""
         try:
             artifact = entry.read()
             return None if artifact is None else (artifact, self._load(artifact, params, handles))

@@ -167,7 +167,7 @@ class TraceWriter:
             found = TraceFile(path)
             if found.layers != self._chosen.layers or found.model != model:
                 raise OptionError(f"{path} is a trace of {found.model!r}: it cannot be continued with {model!r}")
-            for _ in found:  # each record is whole, so that what is added can be read
+            for _ in found:  # each record is whole, so that further records can be read
                 pass
         with writing(path):
             self._file = self.path.open("ab" if goes_on else "wb", buffering=0)  # so that an interrupt loses nothing
@@ -197,7 +197,7 @@ class TraceWriter:
             while raw:
                 raw = raw[self._file.write(raw) :]
         except OSError as e:
-            with suppress(OSError):  # of what is no file
+            with suppress(OSError):  # not a file
                 self._file.truncate(begun)
                 self._file.seek(begun)
             raise OptionError(f"cannot write {str(self.path)!r}: {e.strerror}") from e

@@ -30,7 +30,7 @@ from rlx.runtime.session import Session, with_more
 TOLERANCE = {"f64": 1e-11, "f32": 2e-5, "f16": 2e-3, "bf16": 1.6e-2, "f8e4m3": 0.13, "f8e5m2": 0.26, "c64": 2e-5}
 # Kernels of these ops round the rows of x to 8 bits for each block, as the op's contract allows
 COARSE = {"dequant_matmul": 3e-2}
-APART = ("reuse", "inplace")  # what is left out so that no buffer is overwritten
+APART = ("reuse", "inplace")  # passes left out so that no buffer is overwritten
 LEAVES = (INPUT, PARAM, HANDLE, CONSTANT)
 Weights = Callable[[str], np.ndarray]  # a param by name
 
@@ -99,7 +99,7 @@ def verify(
 
 
 class _Comparison:
-    """`values`: in float64, what was stored where it was, else by the references. `loose`: the tolerance of each."""
+    """`values`: in float64, the stored ones where there are any, else those of the references. `loose`: the tolerance of each."""
 
     def __init__(
         self, graph: Graph, compiled: CompiledGraph, weights: Weights, inputs: Mapping[str, np.ndarray],
@@ -215,7 +215,7 @@ class _Comparison:
         return ", ".join(dict.fromkeys(names))
 
     def _forget(self, node: Node) -> None:
-        """Free what no later node reads."""
+        """Free values that no later node reads."""
         for v in node.inputs:
             self.left[v] -= 1
             if not self.left[v]:

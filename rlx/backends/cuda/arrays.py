@@ -73,7 +73,7 @@ def _torch_stream() -> Callable[[int], int]:
 
 @cache
 def _dtype_of(dtype: Any) -> np.dtype | None:
-    """Of a dtype of torch."""
+    """The rlx dtype of a torch dtype."""
     found = next((d for d in DTYPES.values() if d.numpy.name == str(dtype).removeprefix("torch.")), None)
     return found and found.numpy
 

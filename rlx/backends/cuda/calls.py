@@ -56,7 +56,7 @@ class Starter:
         own.starters.add(self)
 
     def stale(self) -> None:
-        """The graph and the ring of the executable will be others."""
+        """The graph and the ring of the executable will change."""
         self.block.graph = None
 
     def settle(self, status: int) -> None:
@@ -105,7 +105,7 @@ def _in_place(own: Owner, wanted: FastCall) -> Callable[[], Any] | None:
             return slow()
         try:
             for array, known in zip(arrays, lent):
-                now = adopt(array)  # behind what its library has queued
+                now = adopt(array)  # after the work that its library has queued
                 if now is None or (now.address, now.shape, now.dtype) != (known.address, known.shape, known.dtype):
                     break
             else:

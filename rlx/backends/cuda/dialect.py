@@ -25,7 +25,7 @@ _ROWS: Rows = {**OPS, **{op: dict(sorted(rows.items(), key=lambda row: len(row[0
 @record
 class CudaDialect(Dialect):
     def apply(self, op: str, args: list[str] | tuple[str, ...], operand: DType, result: DType) -> str:  # type: ignore[override]
-        """Positions never overflow, so they keep the plain operators, from which the compiler derives more."""
+        """Positions never overflow, so they use the plain operators, which the compiler optimises better."""
         if operand == index_ and op in WRAPPING:
             return OPS[op]["fiu"].format(*args)
         return super().apply(op, args, operand, result)

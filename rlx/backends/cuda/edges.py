@@ -16,7 +16,7 @@ EVEN = 32  # of which parts are multiples, so that they keep their vectors
 
 
 def cut_at_edges(kernel: Kernel, apart: bool = True) -> Kernel:
-    """Parts of equal extents are one loop, in which what several of them read is loaded once. `apart`: others are loops too."""
+    """Parts of equal extents become one loop, which loads shared operands once. `apart`: the others become loops too."""
     body = changed(kernel.body, partial(_parts, apart=apart))
     return kernel if body is kernel.body else replace(kernel, body=body)
 
@@ -37,7 +37,7 @@ def _parts(s: Stmt, apart: bool) -> Sequence[Stmt] | None:
 
 
 def _edge(e: Alu, var: Var) -> tuple[int, ...]:
-    """The first value of `var` from which on the comparison is another one."""
+    """The first value of `var` from which on the comparison changes."""
     a, b = e.args
     step = coefficient(a, var), coefficient(b, var)
     zero = [substitute(x, {var: const(0)}) for x in (a, b)]

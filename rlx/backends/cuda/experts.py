@@ -41,7 +41,7 @@ class Packer:
 
 
 class CudaPart(SlotPart):
-    """In the memory of a GPU."""
+    """A part in the memory of a GPU."""
 
     def __init__(
         self, region: Region, name: str, param: BufferDecl, slots: CudaSlots, nbytes: int, packer: Packer | None
@@ -140,7 +140,7 @@ class CudaSlots(Slots):
         return slot not in self._left or self._gpu.has_passed(self._left[slot])
 
     def copies(self, slot: int) -> Any:
-        """The stream of copies to a slot, which waits for runs that may read what has left it."""
+        """The stream of copies to a slot, which waits for runs that may still read the previous expert there."""
         self._gpu.use()
         if slot in self._left:
             self._gpu.await_event(self._left[slot], self._gpu.beside)

@@ -20,7 +20,7 @@ REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}  # groups: registers of a co
 
 @record
 class Shape:
-    """Of a tile: warp groups of 64 queries, keys of a block, blocks of keys in the ring."""
+    """The shape of a tile: warp groups of 64 queries, keys per block, blocks of keys in the ring."""
 
     groups: int
     block: int

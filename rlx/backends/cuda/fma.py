@@ -61,12 +61,12 @@ class Size:
 
     @property
     def shared(self) -> int:
-        """Bytes of the ring, in which sums meet in the end."""
+        """Bytes of the ring, in which sums are combined at the end."""
         slices = self.stages * self.depth * (self.rows + self.columns + 2 * PAD)
         return 4 * max(slices, self.rows * self.columns * self.groups * (self.groups * self.parts > 1))
 
     def cost(self, c: Contract, points: int, multiprocessors: int) -> float:
-        """An estimate in cycles: as many blocks at once as are resident, then the rest of them."""
+        """An estimate in cycles: full waves of resident blocks, then the rest of them."""
         depth = self.depth * -(-c.k // (self.depth * self.parts))
         blocks = -(-points * -(-c.m // self.rows) * -(-c.n // self.columns) * self.parts // multiprocessors)
         sums = self.rows * self.columns // self.threads

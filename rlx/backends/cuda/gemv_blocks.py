@@ -84,7 +84,7 @@ class BlocksLaunch(Launch):
 
     @property
     def panels(self) -> int:
-        """Of results."""
+        """The number of panels of results."""
         return -(-self.contract.n // PANEL)
 
     @property
@@ -94,7 +94,7 @@ class BlocksLaunch(Launch):
 
     @property
     def stages(self) -> int:
-        """Of a panel, in a block."""
+        """Stages of a panel in one block."""
         return -(-self.turns // self.whole)
 
     @property
@@ -107,7 +107,7 @@ class BlocksLaunch(Launch):
 
     @property
     def columns(self) -> int:
-        """Of the tensor-core product."""
+        """Columns of the tensor-core product."""
         return self.rows * self.pieces
 
     @property
@@ -128,7 +128,7 @@ class BlocksLaunch(Launch):
 
     @property
     def runs(self) -> int:
-        """Of a row, for each thread."""
+        """Runs of a row per thread."""
         return -(-self.turns * STEP // (RUN * self.threads))
 
     @property
@@ -143,7 +143,7 @@ class BlocksLaunch(Launch):
 
     @property
     def at_once_added(self) -> bool:
-        """Whether the epilogue adds the sums of warps: there is room for those of two panels."""
+        """Whether the epilogue adds the sums of warps: shared memory holds those of two panels."""
         return self.columns <= 8
 
     @property
@@ -186,7 +186,7 @@ class BlocksLaunch(Launch):
 
     @property
     def pitch(self) -> int:
-        """Bytes between columns in shared memory, by which the eight lanes that read at once meet in no bank."""
+        """Bytes between columns in shared memory, chosen so that the eight lanes that read at once have no bank conflicts."""
         if self.digits:
             return self.scales * SCALED + 32
         return -(-self.turns * STEP * 2 // 128) * 128 + (16 if self.plain else 64)
@@ -226,7 +226,7 @@ class BlocksLaunch(Launch):
 
     @property
     def told(self) -> int:
-        """Words for sums that blocks tell each other."""
+        """Words for sums that blocks exchange."""
         return self.blocks // self.each * self.panels * self.rows * PANEL * self.both if self.shares > 1 else 0
 
     @property

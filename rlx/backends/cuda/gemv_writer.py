@@ -100,7 +100,7 @@ class BlocksWriter(AheadWriter):
             self.line("return;")
 
     def fetch_rest(self) -> None:
-        """Starts the copies for which the ring has room."""
+        """Start the copies for which the ring has room."""
         self.line("#pragma unroll 1")
         self.line(f"for (; warp == 0 && ahead < {self.launch.slots}; ahead++) fetch(begin + ahead);")
 
@@ -241,7 +241,7 @@ class BlocksWriter(AheadWriter):
         return Row(c.k, RUN, at.runs, frozenset(), frozenset()) if flat and at.shares == 1 and not self.kernel.locals else None
 
     def fetched_ahead(self, c: Contract, head: list[str]) -> dict[Key, str]:
-        """Arrays of what a thread loads to compute its elements, in front of the sums that they wait for."""
+        """Arrays of the operands that a thread loads for its elements, before the sums are ready."""
         at, a, found = self.launch, c.a, dict[Key, Load]()
         assert isinstance(a, Computed)
         known = {a.column, a.row, c.i, *(v for v, _ in self.kernel.grid)}

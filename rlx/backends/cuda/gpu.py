@@ -136,7 +136,7 @@ class Gpu:
         return f"sm_{self.capability}" + "a" * (self.capability >= 90)
 
     def use(self) -> Any:
-        """Make the context current in this thread; the stream of all work of this process, or of what this thread records."""
+        """Make the context current in this thread; the stream of the process, or the one that this thread captures."""
         if self._several or not getattr(self._here, "current", False):
             d, where = self.driver, f"on cuda:{self.index}"
             with self._lock:
@@ -247,7 +247,7 @@ class Gpu:
             self.await_event(self._event, then)
 
     def record(self, event: Any, stream: Any) -> None:
-        """`event` is from now on what was queued on the stream so far."""
+        """Record `event` after the work queued on the stream so far."""
         self.check(self._record(event, int(stream)), "ordering streams")
 
     def await_event(self, event: Any, stream: Any) -> None:
@@ -255,7 +255,7 @@ class Gpu:
         self.check(self._await(int(stream), event, 0), "ordering streams")
 
     def has_passed(self, event: Any) -> bool:
-        """Whether what was queued in front of an event has ended."""
+        """Whether the work queued before an event has ended."""
         self.use()
         return self._over(self._reached(event))
 
@@ -375,7 +375,7 @@ class Gpu:
         found = check(self.driver.cuModuleGetFunction(module, name.encode()), f"loading {name}")
         names = self.driver.CUfunction_attribute
         wanted = {names.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: 100} if carved else {}
-        if shared:  # with what the kernel declares, even less than 48 KB may be more than a launch has by default
+        if shared:  # with the static shared memory of the kernel, even less than 48 KB may exceed the default limit of a launch
             wanted[names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES] = shared
         for attribute, value in wanted.items():
             check(self.driver.cuFuncSetAttribute(found, attribute, value), f"loading {name}")
@@ -393,7 +393,7 @@ class Gpu:
         kinds |= dict.fromkeys(("u8", "i8", "f8e4m3", "f8e5m2"), names.CU_TENSOR_MAP_DATA_TYPE_UINT8)
         kinds["f32"] = names.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32  # the copies round
         wide, narrow, swizzles = d.cuuint64_t, d.cuuint32_t, d.CUtensorMapSwizzle
-        lines = as_dtype(m.dtype).itemsize * m.box[0] == 128  # what the tensor cores read; threads read the others
+        lines = as_dtype(m.dtype).itemsize * m.box[0] == 128  # read by the tensor cores; threads read the others
         swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_128B if lines else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
         return check(d.cuTensorMapEncodeTiled(
             kinds[m.dtype], len(m.dims), base + m.offset, [wide(n) for n in m.dims], [wide(n) for n in m.strides],

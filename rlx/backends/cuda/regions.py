@@ -53,7 +53,7 @@ class Region:
         try:
             check(d.cuMemMap(at, self.piece, 0, made, 0), DOING)
         finally:
-            d.cuMemRelease(made)  # what is mapped lives on
+            d.cuMemRelease(made)  # mapped memory stays alive
         self._pieces.append(at)
         self.gpu.account(self.piece)
         try:

@@ -25,7 +25,7 @@ from rlx.ir.kernel import (  # isort: skip
 UNROLLED = 8  # iterations of a reduction by one thread
 LANE = f"threadIdx.x % {WARP}"
 LONG_SUM = 8192  # numbers that are added in f32, at most; longer sums are carried in f64
-BEGIN = "rlx_begin(); if (rlx_halted(halt)) return;"  # of every kernel, before it reads what others write
+BEGIN = "rlx_begin(); if (rlx_halted(halt)) return;"  # in every kernel, before it reads memory that others write
 WIDE = 1 << 31  # positions from here on need 64 bits
 
 
@@ -173,7 +173,7 @@ class CudaWriter(Writer):
             self.ahead(s.body, UNROLLED, inside, lambda: None)
 
     def apart(self, s: Loop) -> None:
-        """A loop that a team, or several blocks of one, does; what it loads for all iterations comes first, their checks last."""
+        """A loop of a team, or of several blocks of one; the loads of all iterations come first, their checks last."""
         at, fixed = self.launch, [x for x in s.body if isinstance(x, Check) and s.var not in walk(x.ok)]
         start = f"part * {at.team * UNROLLED} + me" if at.parts > 1 else "me"
         with self.alone():
@@ -265,7 +265,7 @@ class CudaWriter(Writer):
         if at.repeats > 1:
             yield f"const rlx_uindex first = (rlx_uindex){number} * {each * at.repeats} + {place};"
             return
-        # every lane of a cluster counts: those that are left over do what the last one does
+        # every lane of a cluster counts: spare lanes repeat the last one
         stop = f"point = {at.points - 1}" if at.clustered else "return"
         yield from self.of_point(self.first_point(f"(rlx_uindex){number}{mine}"), f"if (point >= {at.points}) {stop};")
 
@@ -338,7 +338,7 @@ class CudaWriter(Writer):
         for x in loads(stmts, ends, var, size):
             key, fetch = key_of(x, var), "rlx_fetch"
             if key in self.registers and x.guard is None:
-                fetch = "rlx_stream" if x.buffer.dtype.itemsize <= 2 else fetch  # leaves the L1 cache to what all rows read
+                fetch = "rlx_stream" if x.buffer.dtype.itemsize <= 2 else fetch  # leaves the L1 cache to shared operands
                 held[id(x)] = f"{self.registers[key]}[{self.round}]"
                 if key in self.loaded:
                     continue
@@ -423,7 +423,7 @@ class CudaWriter(Writer):
         stores = tuple(held)
         written = {s.buffer for s in stores}
         if any(isinstance(x, Load) and x.buffer in written for x in walk(stores)):
-            self.line(self.sync)  # every thread has read what the first one overwrites
+            self.line(self.sync)  # every thread has read the values that the first one overwrites
         with self.scope(["if (me == 0 && part == 0) {" if self.launch.adjacent else "if (me == 0) {"]):
             super().write(held)
         self.exchanged(*stores)

@@ -22,7 +22,7 @@ RUNS, LOGGED = 64, 4 << 20  # runs that wait in a log, at most, and bytes of it 
 
 
 class LogRing:
-    """A ring in pinned memory of what some routers chose, by run; `told`: runs that are in it or were."""
+    """A ring in pinned memory with the choices of some routers, by run; `told`: runs that are in it or were."""
 
     def __init__(self, tiers: CudaTiers, routers: Routed, room: int, inside: bool) -> None:
         memory, self.routers, self.choices = tiers.memory, routers, [choices for _, choices in routers.values()]
@@ -56,7 +56,7 @@ class RouterLog:
 
     @property
     def runs(self) -> int:
-        """Of which everything is counted."""
+        """The number of runs that are counted completely."""
         return self.taken // len(self.rings)
 
     def room(self) -> None:
@@ -73,7 +73,7 @@ class RouterLog:
         return bool(self.rings[ring].told[0] > run)
 
     def drain(self) -> None:
-        """Count what has been logged. In one thread at a time."""
+        """Count the logged choices. In one thread at a time."""
         while self.news():
             run, n = divmod(self.taken, len(self.rings))
             record = self.rings[n].entries[run % self.room_of].copy()
@@ -103,7 +103,7 @@ class Experts:
         """None: nothing needs to be counted, as all experts are resident."""
         if self._epoch != self.tiers.epoch and max(self.layers) >= 0:
             if self._log is not None:
-                self.tiers.drain(wait=True)  # what runs write to the log before
+                self.tiers.drain(wait=True)  # runs write to the log before
             found, own, inside = dict[int, tuple[int, Choices]](), self._own, False
             for r, layer in zip(own.program.routers, self.layers):
                 if layer >= 0:

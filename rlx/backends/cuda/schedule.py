@@ -33,7 +33,7 @@ REGISTERS, MORE_REGISTERS = 32, 64  # of a thread for elements of its row; the l
 FEW_REGISTERS = 16  # where points are few: then more threads share a row
 BUSY_THREADS = 132 * 512  # threads that keep a large GPU busy
 MOVING_THREADS = 132 * 128  # threads that do so where they compute nothing
-PART_BYTES = 64  # of what a running total reads, for a thread; twice as many down columns, whose parts wait longer for each other
+PART_BYTES = 64  # read by a thread of a running total; twice as many down columns, whose parts wait longer for each other
 PART_THREADS, PART_TEAMS, PART_WARPS = 256, (256, 512), 16  # of a block, at most
 PARTS = (2, 4, 8, 16, 32)  # of a row: a GPU runs many more blocks at once, so that all parts of a row run
 PART_LEAST = 4096  # elements of a row
@@ -96,7 +96,7 @@ class Segments:
 
     @property
     def shared(self) -> int:
-        """Bytes of a block, with what alignment may take."""
+        """Bytes of a block, including alignment."""
         return 4 * (2 * self.groups + 1) + 1024
 
 

@@ -43,7 +43,7 @@ def of_groups(kernel: Kernel) -> bool:
 
 
 def in_boxes(node: Node) -> bool:
-    """Whether bulk copies fetch both operands of a segment_matmul, whatever the rest of the graph is."""
+    """Whether bulk copies can fetch both operands of a segment_matmul, independent of the rest of the graph."""
     left, right, _ = node.inputs
     whole = right.node.op.name == "transpose" and _stored(right.node.inputs[0]) and left.node.op.kind is not Kind.VIEW
     narrow = left.dtype == right.dtype and left.dtype.name in ("f16", "bf16")
@@ -105,7 +105,7 @@ def _order(sizes: Sequence[int], wanted: float) -> list[int]:
 
 
 def rows_of_group(rows: int, groups: int) -> float:
-    """Of a group that has any, if each row has one of all groups by chance."""
+    """Rows of a nonempty group, if each row belongs to a random group."""
     return rows / used(rows, groups) if rows else 0.0
 
 

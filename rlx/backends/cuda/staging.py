@@ -25,7 +25,7 @@ THREADS = 4  # a thread of the host copies less than the bus moves
 ALONE = 2 * PIECE  # bytes up to which other threads do not pay
 SHORT = 64 << 10  # bytes that one block of a kernel moves to the host sooner than the copy engine
 READERS = 1024  # threads of that block
-LOOKS = 16  # at what a kernel has told, for each question to the driver, which takes longer
+LOOKS = 16  # polls of the words that a kernel writes, per query to the driver, which takes longer
 
 
 class Staging:

@@ -57,7 +57,7 @@ def rlx_start(e: StartBody, start: V) -> None:
 
 @cache
 def start_address() -> int:
-    """Of rlx_start, which lives as long as the process."""
+    """The address of rlx_start, which lives as long as the process."""
     return _library().address("rlx_start")
 
 

@@ -137,7 +137,7 @@ class Tiling:
 
     @property
     def ring(self) -> int:
-        """Bytes of all stages, and of what waits to be made one."""
+        """Bytes of all stages, and of data waiting to become one."""
         return self.stages * self.stage + RAW * self.raw
 
     @property
@@ -154,7 +154,7 @@ class Tiling:
         return swapped * (OF_TALL if self.rows == TALL else 1) * (IN_TURNS if self.turns else 1)
 
     def cost(self, c: Contract, points: int, multiprocessors: int, by_threads: bool = False) -> float:
-        """An estimate in cycles: rounds of tiles on all multiprocessors, and what is not overlapped with them."""
+        """An estimate in cycles: waves of tiles on all multiprocessors, and the parts that do not overlap with them."""
         _, rounds, shared = self.rounds(points * math.prod(self.tiles(c)), multiprocessors)
         inside = 1 - math.gcd(self.columns, CHUNK) / CHUNK if self.spare else 0  # of the tiles
         columns = (min(self.columns, c.width) + self.spare) * (1 + ACROSS * inside)
@@ -431,7 +431,7 @@ def _tiling(kernel: Kernel, c: Contract, multiprocessors: int, segments: Segment
             return False
         if (t.shares > 1 and c.acc.dtype != f32) or (c.also is not None and t.columns // t.shares % CHUNK):
             return False
-        if t.columns % (CHUNK if not copied else CHUNK // 2 if b.raw else 1):  # what threads load, or exchange
+        if t.columns % (CHUNK if not copied else CHUNK // 2 if b.raw else 1):  # loaded or transposed by threads
             return False
         if promoted(c) and (t.turns or t.slabs * t.columns > PROMOTED):  # one group adds while the other multiplies
             return False

@@ -60,7 +60,7 @@ class TileEnds(CudaWriter):
         """The sums of the whole axis: each block adds up its share of the columns, in an order of its own."""
         t = self.launch.tiling
         share = t.columns // 2 // t.shares
-        count, start = share * t.parts, t.columns * 2 * GROUP if t.alternate else 0  # behind what the groups exchanged
+        count, start = share * t.parts, t.columns * 2 * GROUP if t.alternate else 0  # after the groups' exchange area
         if not t.alternate:
             self.line('asm volatile("bar.sync 1, 256;" ::: "memory");  // both groups are done with the ring')
         self.line(f"float4* const mine = (float4*)(rlx_ring + {start}) + threadIdx.x - {self.launch.copying * GROUP};")

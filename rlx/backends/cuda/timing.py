@@ -42,7 +42,7 @@ class TimedReplay(Replay):
         check(self.owner.gpu.driver.cuEventRecordWithFlags(event, self.owner.gpu.use(), EXTERNAL), DOING)
 
     def timeline(self) -> Timeline:
-        """Of the last run, which has ended. The steps of one launch have its time in common, as if on threads of their own."""
+        """The times of the last run, which has ended. Steps of one launch share its time, as if on separate threads."""
         driver = self.owner.gpu.driver
         elapsed = getattr(driver, "cuEventElapsedTime_v2", None) or driver.cuEventElapsedTime  # in milliseconds
         times = [round(1e6 * check(elapsed(self._events[0], event), DOING)) for event in self._events]
