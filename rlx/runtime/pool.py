@@ -110,7 +110,7 @@ class Arrivals:
 
 
 class ExpertPool(Shown):
-    """Keeps experts of a model resident within a budget. A context manager; `close` ends it and changes no expert."""
+    """Keeps experts of a model resident within a budget. A context manager; `close` ends it, and resident experts stay so."""
 
     def __init__(
         self, of: HasExperts, budget: Budget | int | str, policy: str = DEFAULT, refresh: int = 1,
