@@ -544,6 +544,9 @@ def installed(driver: FakeDriver | None, patch: pytest.MonkeyPatch) -> Iterator[
     if driver is not None:
         bindings.driver = driver  # type: ignore[attr-defined]
 
+    # it runs kernels one by one, in numbers: blocks that wait for one another are the GPU's (test_cuda_chain.py)
+    patch.setattr("rlx.backends.cuda.code.in_chains", lambda program, launches, *rest: launches)
+
     def compiled(launches: Sequence[tuple[str, Kernels]], arch: str, count: int) -> list[CudaCode]:
         made = []
         for n, (_, stages) in enumerate(launches, len(driver.kernels) if driver else 0):

@@ -18,6 +18,7 @@ from rlx.backends.cuda.chain import Attention, Chain, Product
 from rlx.backends.cuda.chain_writer import ARGUMENT, HEADS, WORDS, written
 from rlx.backends.cuda.code import launches_of, prologue
 from rlx.compiler import lower
+from rlx.errors import DeviceUnavailableError
 from rlx.frontends.models.decoder import build
 from rlx.frontends.models.families import config_of
 from rlx.ir.kernel import walk
@@ -114,6 +115,17 @@ def test_an_artifact_keeps_its_chain():
     again = backend.from_parts(program, head, parts, artifact.texts)
     assert [c.table for c in again.coded["steps"]] == [c.table for c in artifact.coded["steps"]]
     assert any(c.table for c in again.coded["steps"])
+
+
+def test_a_gpu_with_fewer_multiprocessors_refuses_it(driver):
+    """Its blocks wait for one another, so all must run at once."""
+    g = rlx.Graph("g")
+    g.set_outputs([g.input("x", (8,), "f32") * 2.0])
+    backend = CudaBackend()
+    artifact = backend.compile(lower(g, HOPPER, rlx.CompileOptions()))
+    coded = {name: [replace(c, table=((HEADS, 255),), blocks=BLOCKS + 1) for c in codes] for name, codes in artifact.coded.items()}
+    with pytest.raises(DeviceUnavailableError, match="133 multiprocessors, and .* has 132: compile it for this GPU"):
+        backend.load(replace(artifact, coded=coded))
 
 
 # -- the order of blocks, by code that is not the planner's ----------------------------------------------------------

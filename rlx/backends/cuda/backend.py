@@ -35,7 +35,7 @@ from rlx.driver.handles import HandleStore
 from rlx.driver.memory import MEMORIES
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
-from rlx.errors import RlxError
+from rlx.errors import DeviceUnavailableError, RlxError
 from rlx.ir.dtype import DTYPES
 from rlx.ir.graph import Node
 from rlx.ir.program import Program
@@ -142,7 +142,13 @@ class CudaBackend:
         transport: SymmetricTransport | None = None,
     ) -> CudaExecutable:  # fmt: skip
         memory, functions = memory_of(index), Functions()
-        run = spaced(artifact.coded["steps"], memory.gpu.facts["multiprocessors"])
+        count = memory.gpu.facts["multiprocessors"]
+        if wider := [c for c in artifact.coded["steps"] if c.table and c.blocks > count]:
+            raise DeviceUnavailableError(
+                f"{artifact.program.name}: its blocks wait for one another on {wider[0].blocks} multiprocessors, and {memory.gpu.title} has "
+                f"{count}: compile it for this GPU"
+            )
+        run = spaced(artifact.coded["steps"], count)
         most = {c.name: c.shared for c in (*artifact.codes, *sorted(run, key=lambda c: c.shared))}
         images = [(c.cubin, c.name, max(c.shared, most[c.name])) for c in artifact.codes if c.cubin]
         carved = any(c.shared in (ALONE, LONG) for c in artifact.codes)
