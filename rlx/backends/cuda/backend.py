@@ -145,8 +145,8 @@ class CudaBackend:
         count = memory.gpu.facts["multiprocessors"]
         if wider := [c for c in artifact.coded["steps"] if c.table and c.blocks > count]:
             raise DeviceUnavailableError(
-                f"{artifact.program.name}: its blocks wait for one another on {wider[0].blocks} multiprocessors, and {memory.gpu.title} has "
-                f"{count}: compile it for this GPU"
+                f"{artifact.program.name}: its blocks wait for one another on {wider[0].blocks} multiprocessors, and "
+                f"{memory.gpu.title} has {count}: compile it for this GPU"
             )
         run = spaced(artifact.coded["steps"], count)
         most = {c.name: c.shared for c in (*artifact.codes, *sorted(run, key=lambda c: c.shared))}
