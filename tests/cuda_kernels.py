@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 sys.path.insert(0, str(Path(__file__).parent))  # where the tests' modules find one another
 
@@ -168,15 +169,21 @@ def units(built: list[Built]) -> Iterator[tuple[str, list[Built]]]:
             yield functions + "".join(b.text.removeprefix(functions) for b in part), part
 
 
-def reports(text: str, arch: str) -> dict[str, Report]:
-    """The report on each kernel of a translation unit, by name."""
+def assembled(text: str, arch: str) -> str:
+    """What compiler and assembler say of a translation unit. A line that is new each time keeps a compiler that has a cache from
+    answering out of it, without a word."""
     from cuda.core import Program, ProgramOptions  # type: ignore[reportAttributeAccessIssue]
 
     log = io.StringIO()
     options = ProgramOptions(arch=arch, std="c++17", fma=False, ptxas_options=["-v"], disable_warnings=True)
-    Program(text, "c++", options).compile("cubin", logs=log)
+    Program(f"{text}\n// {uuid4()}\n", "c++", options).compile("cubin", logs=log)
+    return log.getvalue()
+
+
+def reports(text: str, arch: str) -> dict[str, Report]:
+    """The report on each kernel of a translation unit, by name."""
     found = {}
-    for part in log.getvalue().split("Compiling entry function '")[1:]:
+    for part in assembled(text, arch).split("Compiling entry function '")[1:]:
         words = (r"(\d+) bytes stack frame", r"(\d+) bytes spill stores", r"(\d+) bytes smem", r"Used (\d+) registers")
         numbers = [int(m[1]) if (m := re.search(word, part)) else 0 for word in words]
         found[part.partition("'")[0]] = Report(*numbers)
