@@ -43,6 +43,9 @@ UNIT, PIECE = 8, 8 * 2 * 1024  # columns of weights of a piece; its bytes
 AHEAD, SPLITS, THREADS = 5, 8, 256  # keys that a lane loads at once; blocks that share those of a head, at most
 
 
+SHORT, MIDDLE = 128 << 10, 512 << 10  # bytes of weights of a product in a block: longer ones have more pieces in flight
+
+
 class Refused(Exception):
     """Why a launch cannot be in a chain."""
 
@@ -425,16 +428,16 @@ def _same_place(a: int, b: int, program: Program) -> bool:
     return offsets.get(a) == offsets.get(b) and program.buffers[a].shape == program.buffers[b].shape
 
 
-def mean_bytes(stages: Sequence[Stage], multiprocessors: int) -> float:
+def largest_bytes(stages: Sequence[Stage], multiprocessors: int) -> float:
     """Of weights of a product in a block; the last product, which may be that of a vocabulary, is not counted."""
     products = [s for s in stages if isinstance(s, Product)]
-    return sum(2.0 * s.contract.width * s.contract.k for s in products[:-1]) / max(1, len(products) - 1) / multiprocessors
+    return max(s.weights.dtype.itemsize * s.contract.width * s.contract.k for s in products[:-1]) / multiprocessors
 
 
 def _copies(stages: Sequence[Stage], multiprocessors: int) -> int:
     """Of words, for blocks to poll: more of them where stages are short."""
-    mean = mean_bytes(stages, multiprocessors)
-    return 4 if mean < 128 << 10 else 2 if mean < 512 << 10 else 1
+    largest = largest_bytes(stages, multiprocessors)
+    return 4 if largest < SHORT else 2 if largest < MIDDLE else 1
 
 
 def _areas(
@@ -481,6 +484,6 @@ def pitch_of(count: int) -> int:
 
 
 __all__ = [
-    "AHEAD", "PART", "PIECE", "WARPS", "Attention", "Chain", "Product", "Refused", "Stage", "in_chains", "mean_bytes", "pitch_of",
-    "shares_of",
+    "AHEAD", "MIDDLE", "PART", "PIECE", "SHORT", "WARPS", "Attention", "Chain", "Product", "Refused", "Stage", "in_chains",
+    "largest_bytes", "pitch_of", "shares_of",
 ]  # fmt: skip

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 
 from rlx.backends.cuda.ahead import AheadWriter
 from rlx.backends.cuda.attention import ELEMENTS
-from rlx.backends.cuda.chain import AHEAD, PART, WARPS, Attention, Chain, Product, Stage, mean_bytes, pitch_of, shares_of
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.fronts import FrontWriter
 from rlx.backends.cuda.render import arguments_of, may_fail
@@ -23,10 +22,14 @@ from rlx.ir.ops.attention import AttentionAttrs
 from rlx.ir.program import Program, Region
 from rlx.records import record
 
+from rlx.backends.cuda.chain import (  # isort: skip
+    AHEAD, MIDDLE, PART, SHORT, WARPS, Attention, Chain, Product, Stage, largest_bytes, pitch_of, shares_of,
+)  # fmt: skip
+
 HEADS, ARGUMENT, WORDS = range(3)  # of an entry: a number, an argument's address, an address of words
 KIND = "RLX_KIND"  # in place of the number of a stage's kind
-SHORT, MIDDLE = 128 << 10, 512 << 10  # bytes of a product in a block: from these on, more pieces of weights are in flight
-WINDOWS, MORE = (1, 5, 6), 3  # pieces in flight; besides, for the last product, behind which nothing waits
+# pieces in flight, of chains whose largest product is shorter than SHORT, than MIDDLE, longer; more of the last product,
+WINDOWS, MORE = (1, 5, 6), 3  # behind which nothing waits
 LOG2E = 1.4426950408889634
 ALIGNED = 128  # bytes, of what shared memory has for a stage
 FINISHED = 64  # columns that a block finishes at once
@@ -197,8 +200,8 @@ class ProductWriter(StageWriter):
     def weights(self) -> str:
         p, c, stages = self.product, self.contract, self.operands.chain.stages
         place = self.entry((ARGUMENT, self.operands.argument(p.step, p.kernel.buffers.index(p.weights.buffer))))
-        mean = mean_bytes(stages, self.blocks)
-        window = WINDOWS[(mean >= SHORT) + (mean >= MIDDLE)]
+        largest = largest_bytes(stages, self.blocks)
+        window = WINDOWS[(largest >= SHORT) + (largest >= MIDDLE)]
         window += MORE * (self.number == max(i for i, s in enumerate(stages) if isinstance(s, Product)))
         pitch = p.weights.col_stride * 2
         how = f"{c.n}, {c.k}, RLX_SLOTS, {window}, {pitch}ll, {pitch * c.n * (c.also is not None)}ll"
