@@ -17,6 +17,11 @@ EXCLUDED = {  # pattern of whole names of cases -> reason
     r"test_loop16_seq_none": "ONNX's own comparison fails: it takes the length of an array without dims",
 }
 
+ANY = {  # names of cases that pass on some processors: their results may be wrong, and they must run
+    "test_bvlc_alexnet": "all weights are equal and so are the logits, 8e11; a column whose products a processor adds in another "
+    "order differs in the last bit, 65,536, and the softmax behind it is 0",
+}
+
 if tuple(map(int, onnx.__version__.split(".")[:2])) < (1, 22):
     EXCLUDED |= {
         r"test_attention_.*_qk_matmul_(bias|softcap)(_[34]d_mask)?(_causal)?": "expected data have the mask before the soft cap: "
