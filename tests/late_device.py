@@ -78,6 +78,10 @@ class HiddenMemory:
         into[...] = block.hidden
         self.copied_out += block.nbytes
 
+    def copy_out_later(self, block: HiddenBlock, into: np.ndarray) -> Callable[[], None]:
+        self.copy_out(block, into)
+        return lambda: None
+
     def copy(self, goal: HiddenBlock, source: HiddenBlock) -> None:
         self.settle()
         assert goal.nbytes == source.nbytes
@@ -104,6 +108,11 @@ class LateMemory(HiddenMemory):
     def enqueue(self, command: Callable[[], object]) -> None:
         self.stream.record("late", command)
         self.stream.submit()
+
+    def copy_out_later(self, block: HiddenBlock, into: np.ndarray) -> Callable[[], None]:
+        """In its place among the queued commands."""
+        self.enqueue(lambda: self.copy_out(block, into))
+        return self.settle
 
     def settle(self) -> None:
         if not self.busy:  # else a command uses the memory

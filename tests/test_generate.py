@@ -387,8 +387,13 @@ def test_answers_that_take_turns_are_refused(model):
         first.step()
     assert second.step() is not None
     model.step([1])
-    with pytest.raises(BindingError, match="holds 5 tokens"):
+    with pytest.raises(BindingError, match="run or reset in between"):
         second.step()
+    third = Generator(model, [3, 4, 5], ends=())
+    third.step(), third.step()
+    model.executable(1, ()).run_slots(())
+    with pytest.raises(BindingError, match="holds 5 tokens, this answer needs 4"):
+        third.step()
 
 
 def test_nan_on_the_device(folder):

@@ -4,16 +4,20 @@ and reports an error where a result is first needed."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import device_conformance as conformance
 import late_device
 import numpy as np
 import pytest
+import small_models
 
 import rlx
 from rlx.driver.queue import DEPTH
 from rlx.driver.stream import Pending
 from rlx.errors import IndexRangeError
+from rlx.frontends.generate import Generator, prepare
+from rlx.frontends.language import LanguageModel
 
 F = np.float32
 
@@ -186,6 +190,64 @@ def test_a_feed_behind_a_failed_run_is_cancelled() -> None:
     with pytest.raises(IndexRangeError, match="queued run 1 of 3"):
         compiled.sync_pending()
     assert compiled.read_handle("last") == 2
+
+
+def decoders(folder: Path) -> tuple[LanguageModel, LanguageModel]:
+    """A model on the reference device and on this one."""
+    small_models.talker(folder)
+    models = tuple(LanguageModel(folder, capacity=40, session=rlx.Session(name)) for name in ("ref", "late"))
+    for model in models:
+        prepare(Generator(model, [3, 4, 5], ends=()))
+    return models  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[LanguageModel, LanguageModel]:
+    pytest.importorskip("transformers")
+    return decoders(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 2.0, "top_k": 50}, {"repetition_penalty": 1.3}], ids=str)
+def test_a_token_is_queued_before_the_last_one_is_read(pair, how) -> None:
+    """The tokens are those of a device that waits. A token that ends an answer early leaves nothing behind in the state."""
+    found = []
+    for model in pair:
+        prepare(Generator(model, [3, 4, 5], ends=(), **how))
+        answer = Generator(model, [3, 4, 5], ends=(), seed=5, max_new_tokens=12, **how)
+        tokens = answer.run().tokens
+        again = Generator(model, [3, 4, 5], ends=tokens[6:7], seed=5, max_new_tokens=12, **how).run()
+        assert again.finish == "end" and model.position == 3 + len(again.tokens)
+        found.append((tokens, again.tokens, model.handles.read("token").tolist(), model.step([7]).argmax()))
+    assert found[0] == found[1] and len(set(found[0][0])) > 3
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 2.0}], ids=str)
+def test_a_token_queued_ahead_is_taken_back_where_the_state_is_seen(pair, how) -> None:
+    """Between the tokens of an answer the states are those of a device that waits, and the answer goes on."""
+    seen = []
+    for model in pair:
+        answer, own = Generator(model, [3, 4, 5], ends=(), seed=5, max_new_tokens=9, **how), []
+        while answer.step() is not None:
+            if len(answer.tokens) % 3:
+                names = ["token", *(["random.counter"] if how else [])]
+                own.append((model.position, *(model.handles.read(name).tolist() for name in names)))
+        seen.append((answer.tokens, own))
+    assert seen[0] == seen[1] and seen[0][1][0][:1] == (3,)
+
+
+def test_a_token_ahead_stays_within_the_capacity(pair) -> None:
+    found = [Generator(model, list(range(3, 30)), ends=()).run().tokens for model in pair]
+    assert found[0] == found[1] and len(found[0]) == 14
+
+
+def test_a_token_ahead_is_queued(pair, monkeypatch) -> None:
+    """When a step returns, the run of the next token is under way; not behind the last."""
+    model = pair[1]
+    answer = Generator(model, [3, 4, 5], ends=(), max_new_tokens=3)
+    ahead = []
+    while answer.step() is not None:
+        ahead.append(answer._decoding._ahead is not None)  # type: ignore[attr-defined]
+    assert ahead == [True, True, False]
 
 
 def test_memory_goes_back_with_the_executable() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -182,8 +183,11 @@ def _decoder(model: LanguageModel, length: int, new: int) -> Callable[[float], R
         left -= size
     chunks, one = [model.executable(size, steps) for size in sizes], model.executable(1, steps)
     decoding = model.decoding(Sampling(), 0)
+    at, waiting = length, deque[Callable[[], Any]]()  # tokens in the state; reads of a token that the next one does not wait for
 
     def prefill() -> None:
+        nonlocal at
+        at = length
         if steps is None:
             model.reset()
             model.step(prompt)
@@ -191,13 +195,18 @@ def _decoder(model: LanguageModel, length: int, new: int) -> Callable[[float], R
             decoding.first(prompt[0].tolist())
 
     def decode() -> None:
-        if model.position + 1 > length + new:
-            model.move(length)  # the state of the prompt alone; what it decodes does not matter
+        nonlocal at
+        if at == length + new:
+            at = length  # the state of the prompt alone; what it decodes does not matter
+            model.move(at)
+        at += 1
         if steps is None:
             model.step(prompt[:, :1])
         else:
             one.run_slots(())
-            model.handles.read("token")
+            waiting.append(model.handles.read_later("token"))
+            if len(waiting) > 1:
+                waiting.popleft()()
 
     def results(seconds: float) -> Results:
         spent = measured(prefill, seconds / 2), measured(decode, seconds / 2)

@@ -8,7 +8,7 @@ any executable on it. The store's own methods do not wait for queued runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 
 import numpy as np
@@ -73,6 +73,19 @@ class HandleStore:
         out = np.empty(entry.shape.static, entry.shape.dtype.numpy)
         memory.copy_out(entry.block, bytes_of(out))
         return out
+
+    def read_later(self, name: str) -> Callable[[], np.ndarray]:
+        """The function, to be called once, returns a fresh array of what the state holds after the runs queued so far. On an
+        asynchronous device it does not wait for runs queued since, so the next run need not wait for the host."""
+        entry, memory = self._entry(name)
+        out = np.empty(entry.shape.static, entry.shape.dtype.numpy)
+        finish = memory.copy_out_later(entry.block, bytes_of(out))
+
+        def wait() -> np.ndarray:
+            finish()
+            return out
+
+        return wait
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Give a state these contents. InputShapeError: the array has another shape or dtype."""

@@ -5,7 +5,7 @@ One protocol for host and device memory. Buffers, arenas, weights, constants and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -60,6 +60,11 @@ class Memory(Protocol):
 
     def copy_out(self, block: Block, into: np.ndarray) -> None:
         """Copy the block to a flat uint8 array of the host, of the block's size; finished when it returns."""
+        ...
+
+    def copy_out_later(self, block: Block, into: np.ndarray) -> Callable[[], None]:
+        """As `copy_out`, of the block as the work queued so far leaves it. Finished when the function returned, which is to be
+        called once, returns; it does not wait for work queued since."""
         ...
 
     def copy(self, goal: Block, source: Block) -> None:
@@ -120,6 +125,10 @@ class HostMemory:
 
     def copy_out(self, block: Any, into: np.ndarray) -> None:
         np.copyto(into, block.data)
+
+    def copy_out_later(self, block: Any, into: np.ndarray) -> Callable[[], None]:
+        self.copy_out(block, into)
+        return lambda: None
 
     def copy(self, goal: Any, source: Any) -> None:
         np.copyto(goal.data, source.data)

@@ -115,7 +115,7 @@ class StoredDecoder(LanguageModel):
         how = expert_budget, expert_policy, expert_profile, record_experts
         self._experts = ModelExperts(self.config, self.path.name, *how)
         file.placed = partial(_place, ref(self))
-        self.handles = file.handles(program_name(1, None))
+        self._handles = file.handles(program_name(1, None))
         self.checkpoint, self._progress = None, None
         if self._about.get("files") is not None:
             with self.seconds.spent("read model"):
@@ -168,8 +168,8 @@ class StoredDecoder(LanguageModel):
         if self.checkpoint is not None:
             with self.seconds.spent("set weights"):
                 self._set_weights(found)
-        if found.handles is not self.handles:
-            found.use_handles(self.handles)
+        if found.handles is not self._handles:
+            found.use_handles(self._handles)
         return found
 
     def memory(self, prompt: int = 1, steps: Steps = None) -> dict[str, int]:

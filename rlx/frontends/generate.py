@@ -51,8 +51,9 @@ class Decoding(Protocol):
 
     reused: int  # tokens at the start of the prompt that were in the state already
 
-    def first(self, prompt: Sequence[int], /) -> int: ...  # the token after the prompt; the state then holds only the prompt
-    def next(self) -> int: ...  # the next token
+    # the token after the prompt; the state then holds only the prompt. `more`: the next token may be computed ahead
+    def first(self, prompt: Sequence[int], /, more: bool = False) -> int: ...
+    def next(self, more: bool = False) -> int: ...  # the next token. BindingError: the state is not that of this answer
 
 
 @runtime_checkable
@@ -69,16 +70,21 @@ class HostDecoding:
 
     def __init__(self, model: Model, how: Sampling, seed: int) -> None:
         self._model, self._how, self._seed = model, how, seed
-        self._last = -1
+        self._last, self._position = -1, 0
 
-    def first(self, prompt: Sequence[int]) -> int:
+    def first(self, prompt: Sequence[int], more: bool = False) -> int:
         self._model.reset()
         logits = self._model.step(np.array(prompt, np.int32))
         self._sampler = Sampler(self._how, logits.shape[-1], seed=self._seed)
         self._sampler.start(prompt)
+        self._position = len(prompt)
         return self._choose(logits)
 
-    def next(self) -> int:
+    def next(self, more: bool = False) -> int:
+        want, found = self._position, self._model.position
+        if want != found:
+            raise BindingError(f"the model holds {found} tokens, this answer needs {want}: it was run or reset in between")
+        self._position += 1
         return self._choose(self._model.step(np.array([self._last], np.int32)))
 
     def _choose(self, logits: np.ndarray) -> int:
@@ -183,7 +189,8 @@ class Generator(Shown):
         if self.finish is not None:
             return None
         begun = time.perf_counter()
-        token = self._next() if self.stats.new_tokens else self._decoding.first(self.prompt)
+        more = len(self.tokens) + 1 < self.limit
+        token = self._decoding.next(more) if self.stats.new_tokens else self._decoding.first(self.prompt, more)
         self.stats.reused_tokens = self._decoding.reused
         self._count(time.perf_counter() - begun)
         if token in self.ends:
@@ -192,12 +199,6 @@ class Generator(Shown):
         full = len(self.tokens) == self.limit
         text = self._decoder.add(token)
         return self._token(token, text + self._decoder.rest() if full else text, "length" if full else None)
-
-    def _next(self) -> int:
-        want, found = len(self.prompt) + len(self.tokens) - 1, self.model.position
-        if want != found:
-            raise BindingError(f"the model holds {found} tokens, this answer needs {want}: it was run or reset in between")
-        return self._decoding.next()
 
     def _count(self, spent: float) -> None:
         self.stats.new_tokens += 1

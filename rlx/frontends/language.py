@@ -107,7 +107,7 @@ class LanguageModel(Shown):
             raise OptionError(f"capacity={capacity}: the model has {longest} positions")
         self.cache, self.ladder = cache, LADDER
         self.params: ParamStore | None = None  # shared by every graph
-        self.handles = HandleStore()  # the state; also shared by every graph
+        self._handles = HandleStore()  # the state; also shared by every graph
         self._progress = called("progress", progress, "(done, total)")
         how = expert_budget, expert_policy, expert_profile, record_experts
         self._experts = ModelExperts(self.config, self.path.name, *how)
@@ -142,6 +142,14 @@ class LanguageModel(Shown):
     # -- running
 
     @property
+    def handles(self) -> HandleStore:
+        """The state, which every graph shares. The token that an answer computes ahead is taken back first."""
+        with self._lock:
+            if self._answer is not None:
+                self._answer.take_back()
+            return self._handles
+
+    @property
     def position(self) -> int:
         """The number of tokens in the state."""
         return int(self.handles.read("position")) if "position" in self.handles.entries else 0
@@ -160,10 +168,10 @@ class LanguageModel(Shown):
 
     def _chunks(self, tokens: np.ndarray, steps: Steps = None) -> Iterator[CompiledGraph]:
         """Process i32 [batch, n] chunk by chunk. Yields the executable before the last run, and again after it."""
-        self._answer = None
         start, length, at = self.position, tokens.shape[1], 0
         if start + length > self.capacity:
             raise IndexRangeError(f"{length} tokens at position {start} do not fit into a capacity of {self.capacity}")
+        self._answer = None
         while at < length:
             size = self.chunk_size(length - at, self.capacity - start - at)
             compiled, count = self.executable(size, steps), min(size, length - at)
@@ -204,9 +212,9 @@ class LanguageModel(Shown):
 
     def _cut(self, tokens: int) -> None:
         """Keep the first tokens of the state; those that follow are overwritten."""
-        self._answer = None
-        if entry := self.handles.entries.get("position"):
-            self.handles.write("position", np.full(entry.shape.static, tokens, entry.shape.dtype.numpy))
+        store, self._answer = self.handles, None
+        if entry := store.entries.get("position"):
+            store.write("position", np.full(entry.shape.static, tokens, entry.shape.dtype.numpy))
 
     def move(self, position: int, room: int = 0) -> None:
         """Set the number of tokens in the state, whose contents stay. IndexRangeError: with `room` more, the capacity is too
@@ -230,14 +238,15 @@ class LanguageModel(Shown):
         if not isinstance(store, HandleStore):
             raise BindingError(f"use_handles takes a HandleStore, got {type(store).__name__}")
         with self._lock:
+            before = self.handles
             try:
                 for compiled in self._compiled.values():
                     compiled.use_handles(store)
             except BindingError:
                 for compiled in self._compiled.values():
-                    compiled.use_handles(self.handles)
+                    compiled.use_handles(before)
                 raise
-            self.handles = store
+            self._handles, self._answer = store, None
 
     def generate(self, prompt: Prompt, **options: Any) -> Generator:
         """A complete answer to a text, token ids or chat messages; options as for Generator. See `.text`, `.tokens`, `.stats`."""
@@ -409,17 +418,23 @@ class LanguageModel(Shown):
 
 class Decoding:
     """The decoding of one answer of a LanguageModel with batch 1. Network and sampling are one graph. Each step after the first
-    is a run without inputs: it reads its token from the state that the previous run wrote. The host reads one number."""
+    is a run without inputs: it reads its token from the state that the previous run wrote. The host reads one number.
+
+    On an asynchronous device the run of the next token is queued before the host waits for this one, so the device does not wait
+    for the host. It leaves the states a token ahead, until the next token is asked for or `take_back` is called."""
 
     def __init__(self, model: LanguageModel, how: Sampling, seed: int, reuse: bool = False) -> None:
         self._model, self._how, self._steps = model, checked_how(how), how.steps
         self._seed, self._reuse = checked_seed(seed), flag("reuse", reuse)
         # Prompt and answer, of which the state `store` has the first `position`: an array, as a step allocates nothing
         self.ids = np.zeros(model.capacity + 1, np.int32)
-        self.store, self.reused, self._count = model.handles, 0, 0
+        self.store, self.reused, self._count, self._prompt = model.handles, 0, 0, 0
+        self._one: CompiledGraph | None = None  # it may be compiled for the second token
+        self._ahead: Callable[[], np.ndarray] | None = None  # waits for the token of a run that is queued
 
-    def first(self, prompt: Sequence[int]) -> int:
-        """The token after the prompt. Resets the model's state first, or cuts it to the tokens that are reused."""
+    def first(self, prompt: Sequence[int], more: bool = False) -> int:
+        """The token after the prompt. Resets the model's state first, or cuts it to the tokens that are reused. `more`: another
+        token is likely to be asked for."""
         model, tokens = self._model, self._model._checked(prompt)
         with model._lock:
             self._seed = model.agreed(self._seed, self._how, tokens.tolist())
@@ -430,27 +445,60 @@ class Decoding:
             for name, array in beginning(self._how, self._seed, prompt, model.batch, model.config.vocab_size).items():
                 compiled.bind_handle(name, array)
             next(runs)
-            self.store, self._count = model.handles, len(prompt)
+            self.store, self._count, self._prompt, self._ahead = model.handles, len(prompt), len(prompt), None
             self.ids[: self._count] = prompt
-            model._answer = self
-            return self._token_read()
+            self._one, model._answer = model._compiled.get((1, self._steps)), self
+            return self._token(self.store.read_later("token"), more)
 
-    def next(self) -> int:
-        """The next token. BindingError: the model was run or reset by other code in between."""
+    def next(self, more: bool = False) -> int:
+        """The next token; `more` as for `first`. BindingError: the model was run or reset by other code in between."""
         model = self._model
         with model._lock:
             if model._answer is not self:
                 raise BindingError("the model's state no longer belongs to this answer: it was run or reset in between")
-            compiled = model.executable(1, self._steps)
             with model.seconds.spent("decode"):
-                model._experts.run(compiled, (), 1, 1)
-            return self._token_read()
+                if self._ahead is None:
+                    self._check_position()
+                return self._token(self._ahead or self._run(), more)
 
-    def _token_read(self) -> int:
-        token = int(checked_tokens(self._model.handles.read("token"), self._model.config.vocab_size)[0])
+    def take_back(self) -> None:
+        """Leave the states as the last token that was returned found them."""
+        if self._ahead is None:
+            return
+        finish, self._ahead = self._ahead, None
+        finish()
+        entries, drawn = self.store.entries, self._count - self._prompt
+        for name, value in (("position", self._count - 1), ("token", self.ids[self._count - 1]), ("random.counter", drawn)):
+            if name in entries:
+                self.store.write(name, np.full(entries[name].shape.static, value, entries[name].shape.dtype.numpy))
+
+    def _check_position(self) -> None:
+        want, found = self._count - 1, int(self.store.read("position"))
+        if want != found:
+            raise BindingError(f"the model holds {found} tokens, this answer needs {want}: it was run or reset in between")
+
+    def _run(self) -> Callable[[], np.ndarray]:
+        if self._one is None:
+            self._one = self._model.executable(1, self._steps)
+        self._model._experts.run(self._one, (), 1, 1)
+        return self.store.read_later("token")
+
+    def _token(self, wait: Callable[[], np.ndarray], more: bool) -> int:
+        """The token of a run, once the run of the next one is queued."""
+        self._ahead = self._run() if more and self._count + 1 < self._model.capacity and self._restores else None
+        token = int(checked_tokens(wait(), self._model.config.vocab_size)[0])
         self.ids[self._count] = token
         self._count += 1
         return token
+
+    @property
+    def _restores(self) -> bool:
+        """Whether a token can be queued ahead and taken back: not on a device that runs it at once, not where ranks must agree or
+        experts are fetched and recorded, and not if tokens that were seen are part of the state."""
+        one = self._one
+        if one is None or not one.asynchronous or self._model.ranks > 1:
+            return False
+        return not one.program().routers and "repetition_penalty" not in self._steps
 
 
 def load(path: str | Path, **how: Any) -> LanguageModel:

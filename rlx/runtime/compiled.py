@@ -200,6 +200,11 @@ class CompiledGraph(Shown):
     def _raw(self) -> list[tuple[int, int]]:
         return [(self._executable.address(o.buffer), o.shape.num_elements) for o in self._program.outputs]
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether run_slots may return before the run is finished."""
+        return self._executable.asynchronous
+
     def outputs_view(self) -> list[OutputView]:
         """The outputs of the last run in place, as array-likes (numpy, DLPack) that the next run overwrites. Where the host does
         not see the device's memory, an output is copied when its contents are first asked for."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.backends.cuda.staging import ALONE, SHORT, SMALL, ShortReads, Staging
+from rlx.backends.cuda.staging import ALONE, LATER, SHORT, SMALL, ShortReads, Staging
 from rlx.driver import files
 from rlx.driver.device import Device
 from rlx.driver.foreign import DeviceArray
@@ -342,6 +342,13 @@ class Gpu:
             self.enqueue("cuMemcpyDtoHAsync", into.ctypes.data, address, into.nbytes, ours if stream is None else stream)
             self.finish(ours if stream is None else stream)
 
+    def copy_out_later(self, into: np.ndarray, address: int) -> Callable[[], None]:
+        """As copy_out of the bytes as they are now in the stream; the function waits for them."""
+        if self.short is not None and into.nbytes <= LATER:
+            return self.short.later(into, address, self.use())
+        self.copy_out(into, address)
+        return lambda: None
+
     def copy(self, goal: int, source: int, nbytes: int) -> None:
         self.enqueue("cuMemcpyDtoDAsync", goal, source, nbytes, self.use())
 
@@ -476,6 +483,9 @@ class CudaMemory:
 
     def copy_out(self, block: Any, into: np.ndarray) -> None:
         self.gpu.copy_out(into, block.address)
+
+    def copy_out_later(self, block: Any, into: np.ndarray) -> Callable[[], None]:
+        return self.gpu.copy_out_later(into, block.address)
 
     def copy(self, goal: Any, source: Any) -> None:
         self.gpu.copy(goal.address, source.address, goal.nbytes)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
@@ -24,7 +26,8 @@ PIECES = 8
 THREADS = 4  # a thread of the host copies less than the bus moves
 ALONE = 2 * PIECE  # bytes up to which other threads do not pay
 SHORT = 64 << 10  # bytes that one block of a kernel moves to the host sooner than the copy engine
-READERS = 1024  # threads of that block
+READERS, WARP, MOVED = 1024, 32, 16  # threads of that block, at most, and at least; bytes that each moves at once
+LATER = 64  # bytes of a read that is waited for later
 LOOKS = 16  # polls of the words that a kernel writes, per query to the driver, which takes longer
 
 
@@ -64,33 +67,59 @@ class Staging:
             assert done is None
 
 
-class ShortReads:
-    """Reads of a little memory of one GPU: a kernel (rlx_tell in support.h) behind all work of the stream writes it to pinned
-    memory, and then that it has done so. The copy engine and a wait for the stream would each take several microseconds."""
+class Told:
+    """Pinned memory that a kernel (rlx_tell in support.h) fills behind all work of the stream. The kernel then tells the host so.
+    The copy engine and a wait for the stream would each take several microseconds."""
 
-    def __init__(self, gpu: Any, function: Any) -> None:
-        self._gpu, self._lock, memory = gpu, threading.Lock(), gpu.pinned(SHORT + 64)
-        self._bytes, self._told = memory[:SHORT], ctypes.c_int64.from_buffer(memory[SHORT:])
+    def __init__(self, gpu: Any, function: Any, nbytes: int) -> None:
+        self._gpu, memory = gpu, gpu.pinned(nbytes + 64)
+        self._bytes, self._told = memory[:nbytes], ctypes.c_int64.from_buffer(memory[nbytes:])
         # arguments of rlx_tell: where to, where from, bytes, where it tells the number of the read, that number
-        self._values = (ctypes.c_int64 * 5)(memory.ctypes.data, 0, 0, memory.ctypes.data + SHORT, 0)
+        self._values = (ctypes.c_int64 * 5)(memory.ctypes.data, 0, 0, memory.ctypes.data + nbytes, 0)
         self._arguments = (ctypes.c_void_p * 5)(*(ctypes.addressof(self._values) + 8 * n for n in range(5)))
         self._function, self._launch = int(function), gpu.direct("cuLaunchKernel", 11)
 
-    def read(self, into: np.ndarray, address: int, stream: Any) -> None:
-        with self._lock:
-            self._values[1], self._values[2], self._values[4] = address, into.nbytes, self._values[4] + 1
-            grid = 1, 1, 1, READERS, 1, 1, 0
-            status = self._launch(self._function, *grid, int(stream), ctypes.addressof(self._arguments), None)
-            self._gpu.check(status, "copying from the GPU")
-            self._wait()
-            np.copyto(into, self._bytes[: into.nbytes])
+    def begin(self, address: int, nbytes: int, stream: Any) -> None:
+        self._values[1], self._values[2], self._values[4] = address, nbytes, self._values[4] + 1
+        threads = min(READERS, -(-nbytes // (WARP * MOVED)) * WARP)
+        grid = 1, 1, 1, threads, 1, 1, 0
+        status = self._launch(self._function, *grid, int(stream), ctypes.addressof(self._arguments), None)
+        self._gpu.check(status, "copying from the GPU")
 
-    def _wait(self) -> None:
+    def end(self, into: np.ndarray) -> None:
         """Looks all the time, since a sleep takes fifty microseconds; other threads run in between."""
         for look in count(1):
             if self._told.value == self._values[4] or (look % LOOKS == 0 and self._gpu.idle()):
-                return
+                break
             os.sched_yield()
+        np.copyto(into, self._bytes[: into.nbytes])
 
 
-__all__ = ["ALONE", "SHORT", "SMALL", "ShortReads", "Staging"]
+class ShortReads:
+    """Reads of a little memory of one GPU."""
+
+    def __init__(self, gpu: Any, function: Any) -> None:
+        self._made = partial(Told, gpu, function)
+        self._lock, self._now = threading.Lock(), self._made(SHORT)
+        self._later: list[Told] = []  # that no read uses
+
+    def read(self, into: np.ndarray, address: int, stream: Any) -> None:
+        with self._lock:
+            self._now.begin(address, into.nbytes, stream)
+            self._now.end(into)
+
+    def later(self, into: np.ndarray, address: int, stream: Any) -> Callable[[], None]:
+        """Read up to LATER bytes as they are behind the work queued so far. The function, to be called once, waits for them and
+        fills `into`; work queued since goes on."""
+        with self._lock:
+            told = self._later.pop() if self._later else self._made(LATER)
+        told.begin(address, into.nbytes, stream)
+
+        def finish() -> None:
+            told.end(into)
+            self._later.append(told)
+
+        return finish
+
+
+__all__ = ["ALONE", "LATER", "SHORT", "SMALL", "ShortReads", "Staging"]

@@ -6,7 +6,7 @@ raises Unsupported, so that no missing result passes for a computed one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -88,6 +88,9 @@ class NullMemory:
         return [NullBlock(nbytes) for nbytes in sizes]
 
     def copy_out(self, block: Block, into: np.ndarray) -> None:
+        _nothing("the contents of a buffer")
+
+    def copy_out_later(self, block: Block, into: np.ndarray) -> Callable[[], None]:
         _nothing("the contents of a buffer")
 
     def free(self, block: Block) -> None: ...
