@@ -81,7 +81,7 @@ class Told:
 
     def begin(self, address: int, nbytes: int, stream: Any) -> None:
         self._values[1], self._values[2], self._values[4] = address, nbytes, self._values[4] + 1
-        threads = min(READERS, -(-nbytes // (WARP * MOVED)) * WARP)
+        threads = min(READERS, max(1, -(-nbytes // (WARP * MOVED))) * WARP)
         grid = 1, 1, 1, threads, 1, 1, 0
         status = self._launch(self._function, *grid, int(stream), ctypes.addressof(self._arguments), None)
         self._gpu.check(status, "copying from the GPU")
