@@ -99,6 +99,18 @@ def picker(store: rlx.runtime.HandleStore | None = None) -> rlx.CompiledGraph:
     return rlx.Session("cuda").compile(g, handles=store)
 
 
+def test_a_state_read_later_is_that_behind_the_runs_queued_before(driver: FakeDriver) -> None:
+    """Several reads under way at once, finished in any order; their memory is used again."""
+    compiled = picker()
+    for _ in range(2):
+        compiled.bind_handle("total", np.zeros((), F))
+        reads = []
+        for i in (0, 1, 2, 3):
+            compiled.run_slots([at(i)["i"]])
+            reads.append(compiled.handles.read_later("total"))
+        assert [float(reads[n]()) for n in (2, 0, 3, 1)] == [6, 1, 10, 3]
+
+
 def at(i: int) -> dict[str, np.ndarray]:
     return {"i": np.array(i, np.int32)}
 
