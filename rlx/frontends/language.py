@@ -18,12 +18,13 @@ import numpy as np
 from rlx.forks import Lock
 from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.codec import TextCodec, folder_codec, gguf_codec
+from rlx.frontends.decoding import Decoding
 from rlx.frontends.experts import ModelExperts, expert_params, source_of
 from rlx.frontends.generate import Generator, Prompt
 from rlx.frontends.hub import model_path
 from rlx.frontends.models.decoder import build
 from rlx.frontends.parallel import decoder_marks, shared_session, together
-from rlx.frontends.sampling import Sampling, beginning, checked_how, checked_seed, checked_steps, checked_tokens
+from rlx.frontends.sampling import Sampling, checked_how, checked_steps
 from rlx.frontends.seconds import Seconds
 from rlx.frontends.weights import reference, weight_files
 from rlx.ir.graph import Graph
@@ -414,91 +415,6 @@ class LanguageModel(Shown):
         if outside := chunk[(chunk < 0) | (chunk >= self.config.vocab_size)].tolist():
             raise IndexRangeError(f"token {outside[0]} is outside 0 … {self.config.vocab_size - 1}")
         return chunk.astype(np.int32)
-
-
-class Decoding:
-    """The decoding of one answer of a LanguageModel with batch 1. Network and sampling are one graph. Each step after the first
-    is a run without inputs: it reads its token from the state that the previous run wrote. The host reads one number.
-
-    On an asynchronous device the run of the next token is queued before the host waits for this one, so the device does not wait
-    for the host. It leaves the states a token ahead, until the next token is asked for or `take_back` is called."""
-
-    def __init__(self, model: LanguageModel, how: Sampling, seed: int, reuse: bool = False) -> None:
-        self._model, self._how, self._steps = model, checked_how(how), how.steps
-        self._seed, self._reuse = checked_seed(seed), flag("reuse", reuse)
-        # Prompt and answer, of which the state `store` has the first `position`: an array, as a step allocates nothing
-        self.ids = np.zeros(model.capacity + 1, np.int32)
-        self.store, self.reused, self._count, self._prompt = model.handles, 0, 0, 0
-        self._one: CompiledGraph | None = None  # it may be compiled for the second token
-        self._ahead: Callable[[], np.ndarray] | None = None  # waits for the token of a run that is queued
-
-    def first(self, prompt: Sequence[int], more: bool = False) -> int:
-        """The token after the prompt. Resets the model's state first, or cuts it to the tokens that are reused. `more`: another
-        token is likely to be asked for."""
-        model, tokens = self._model, self._model._checked(prompt)
-        with model._lock:
-            self._seed = model.agreed(self._seed, self._how, tokens.tolist())
-            self.reused = model.held(prompt) if self._reuse else 0
-            model._cut(self.reused)
-            runs = model._chunks(tokens[:, self.reused :], self._steps)
-            compiled = next(runs)  # set states before the last run, since earlier chunks have sampled too
-            for name, array in beginning(self._how, self._seed, prompt, model.batch, model.config.vocab_size).items():
-                compiled.bind_handle(name, array)
-            next(runs)
-            self.store, self._count, self._prompt, self._ahead = model.handles, len(prompt), len(prompt), None
-            self.ids[: self._count] = prompt
-            self._one, model._answer = model._compiled.get((1, self._steps)), self
-            return self._token(self.store.read_later("token"), more)
-
-    def next(self, more: bool = False) -> int:
-        """The next token; `more` as for `first`. BindingError: the model was run or reset by other code in between."""
-        model = self._model
-        with model._lock:
-            if model._answer is not self:
-                raise BindingError("the model's state no longer belongs to this answer: it was run or reset in between")
-            with model.seconds.spent("decode"):
-                if self._ahead is None:
-                    self._check_position()
-                return self._token(self._ahead or self._run(), more)
-
-    def take_back(self) -> None:
-        """Leave the states as the last token that was returned found them."""
-        if self._ahead is None:
-            return
-        finish, self._ahead = self._ahead, None
-        finish()
-        entries, drawn = self.store.entries, self._count - self._prompt
-        for name, value in (("position", self._count - 1), ("token", self.ids[self._count - 1]), ("random.counter", drawn)):
-            if name in entries:
-                self.store.write(name, np.full(entries[name].shape.static, value, entries[name].shape.dtype.numpy))
-
-    def _check_position(self) -> None:
-        want, found = self._count - 1, int(self.store.read("position"))
-        if want != found:
-            raise BindingError(f"the model holds {found} tokens, this answer needs {want}: it was run or reset in between")
-
-    def _run(self) -> Callable[[], np.ndarray]:
-        if self._one is None:
-            self._one = self._model.executable(1, self._steps)
-        self._model._experts.run(self._one, (), 1, 1)
-        return self.store.read_later("token")
-
-    def _token(self, wait: Callable[[], np.ndarray], more: bool) -> int:
-        """The token of a run, once the run of the next one is queued."""
-        self._ahead = self._run() if more and self._count + 1 < self._model.capacity and self._restores else None
-        token = int(checked_tokens(wait(), self._model.config.vocab_size)[0])
-        self.ids[self._count] = token
-        self._count += 1
-        return token
-
-    @property
-    def _restores(self) -> bool:
-        """Whether a token can be queued ahead and taken back: not on a device that runs it at once, not where ranks must agree or
-        experts are fetched and recorded, and not if tokens that were seen are part of the state."""
-        one = self._one
-        if one is None or not one.asynchronous or self._model.ranks > 1:
-            return False
-        return not one.program().routers and "repetition_penalty" not in self._steps
 
 
 def load(path: str | Path, **how: Any) -> LanguageModel:

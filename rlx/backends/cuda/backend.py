@@ -26,7 +26,8 @@ from rlx.backends.cuda.code import (
 )
 from rlx.backends.cuda.executable import THREADS_EACH, CudaArtifact, CudaExecutable, spaced
 from rlx.backends.cuda.gemv import MOST_ROWS
-from rlx.backends.cuda.gpu import CudaMemory, Functions, count, gpu, refusal
+from rlx.backends.cuda.gpu import Functions, count, gpu, refusal
+from rlx.backends.cuda.memory import CudaMemory
 from rlx.backends.cuda.schedule import ALONE, COLUMN_BYTES, LONG, MULTIPROCESSORS
 from rlx.backends.cuda.staging import ShortReads
 from rlx.backends.shared import packed

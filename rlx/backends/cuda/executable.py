@@ -18,7 +18,8 @@ import numpy as np
 
 from rlx.backends.cuda.arrays import Export, adopt
 from rlx.backends.cuda.code import CudaCode
-from rlx.backends.cuda.gpu import CudaMemory, Functions
+from rlx.backends.cuda.gpu import Functions
+from rlx.backends.cuda.memory import CudaMemory
 from rlx.backends.cuda.runs import CODE, FED, STATUS, Chains, CudaRun, Exchange, Launch, Numbered, Replay, Ring, Watch, guarded
 from rlx.backends.cuda.schedule import ALONE, BESIDE, LARGEST, RESERVED
 from rlx.backends.cuda.staging import SMALL

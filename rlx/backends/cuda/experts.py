@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from rlx.backends.cuda.code import CudaCode
-from rlx.backends.cuda.gpu import CudaMemory, Functions, check
+from rlx.backends.cuda.gpu import Functions, check
+from rlx.backends.cuda.memory import CudaMemory
 from rlx.backends.cuda.regions import Region
 from rlx.driver import files
 from rlx.driver.expert_source import ExpertRows

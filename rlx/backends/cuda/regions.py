@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 
-from rlx.backends.cuda.gpu import DeviceBlock, Gpu, check
+from rlx.backends.cuda.gpu import Gpu, check
+from rlx.backends.cuda.memory import DeviceBlock
 
 DOING = "changing the memory of experts"
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlx.backends.cuda.experts import CudaPart, CudaSlots, CudaTiers, Packer
-from rlx.backends.cuda.gpu import CudaMemory
+from rlx.backends.cuda.memory import CudaMemory
 from rlx.backends.cuda.regions import Region
 from rlx.driver.foreign import DeviceArray
 from rlx.driver.memory import bytes_of

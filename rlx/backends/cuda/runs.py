@@ -13,7 +13,8 @@ import numpy as np
 
 from rlx.backends.cuda.chain_writer import ARGUMENT, WORDS
 from rlx.backends.cuda.code import CudaCode
-from rlx.backends.cuda.gpu import CudaMemory, Functions, Gpu
+from rlx.backends.cuda.gpu import Functions, Gpu
+from rlx.backends.cuda.memory import CudaMemory
 from rlx.driver.exchange import Exchanges
 from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleStore
