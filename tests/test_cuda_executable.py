@@ -111,6 +111,21 @@ def test_a_state_read_later_is_that_behind_the_runs_queued_before(driver: FakeDr
         assert [float(reads[n]()) for n in (2, 0, 3, 1)] == [6, 1, 10, 3]
 
 
+def test_memory_of_a_read_that_nobody_waits_for_stays_until_the_gpu_has_written_it(driver: FakeDriver) -> None:
+    compiled = picker()
+    compiled.run_slots([at(0)["i"]])
+    compiled.handles.read_later("total")()
+    pinned = len(driver.pinned)
+    for _ in range(3):  # the first takes the memory of the read before, the others are not executed yet
+        compiled.run_slots([at(0)["i"]])
+        compiled.handles.read_later("total")
+    assert len(driver.pinned) == pinned + 2
+    assert compiled.read_handle("total") == 4
+    for _ in range(3):
+        compiled.handles.read_later("total")()
+    assert len(driver.pinned) == pinned + 2
+
+
 def at(i: int) -> dict[str, np.ndarray]:
     return {"i": np.array(i, np.int32)}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -86,13 +87,27 @@ class Told:
         status = self._launch(self._function, *grid, int(stream), ctypes.addressof(self._arguments), None)
         self._gpu.check(status, "copying from the GPU")
 
+    @property
+    def ended(self) -> bool:
+        return self._told.value == self._values[4]
+
     def end(self, into: np.ndarray) -> None:
         """Looks all the time, since a sleep takes fifty microseconds; other threads run in between."""
         for look in count(1):
-            if self._told.value == self._values[4] or (look % LOOKS == 0 and self._gpu.idle()):
+            if self.ended or (look % LOOKS == 0 and self._gpu.idle()):
                 break
             os.sched_yield()
         np.copyto(into, self._bytes[: into.nbytes])
+
+
+class Later:
+    """A read under way, to be called once."""
+
+    def __init__(self, told: Told, into: np.ndarray) -> None:
+        self._told, self._into = told, into
+
+    def __call__(self) -> None:
+        self._told.end(self._into)
 
 
 class ShortReads:
@@ -101,7 +116,8 @@ class ShortReads:
     def __init__(self, gpu: Any, function: Any) -> None:
         self._made = partial(Told, gpu, function)
         self._lock, self._now = threading.Lock(), self._made(SHORT)
-        self._later: list[Told] = []  # that no read uses
+        # Each with its read, if that is still wanted. None goes back to the system: a kernel may be about to write it
+        self._later: list[tuple[Told, weakref.ref[Later]]] = []
 
     def read(self, into: np.ndarray, address: int, stream: Any) -> None:
         with self._lock:
@@ -112,14 +128,11 @@ class ShortReads:
         """Read up to LATER bytes as they are behind the work queued so far. The function, to be called once, waits for them and
         fills `into`; work queued since goes on."""
         with self._lock:
-            told = self._later.pop() if self._later else self._made(LATER)
-        told.begin(address, into.nbytes, stream)
-
-        def finish() -> None:
-            told.end(into)
-            self._later.append(told)
-
-        return finish
+            free = next((n for n, (told, read) in enumerate(self._later) if read() is None and told.ended), None)
+            told = self._made(LATER) if free is None else self._later.pop(free)[0]
+            self._later.append((told, weakref.ref(read := Later(told, into))))
+            told.begin(address, into.nbytes, stream)
+        return read
 
 
 __all__ = ["ALONE", "LATER", "SHORT", "SMALL", "ShortReads", "Staging"]
