@@ -729,7 +729,7 @@ def test_code_does_not_grow_with_extents() -> None:
     panel, _ = TARGETS["host"].panel("f32")
     for shapes in [((64, 96, 32), (4096, 9600, 1024)), ((64, 96, 4096), (4096, 9600, 8192))]:
         small, large = (contract.render(product(*shape, panel=panel), TARGETS["host"], "mm").text for shape in shapes)
-        assert len(large) < 1.05 * len(small)
+        assert len(large) < 1.3 * len(small)  # the large ones may have a loop over parts of k besides
 
 
 def test_compiles_for_aarch64() -> None:
