@@ -15,7 +15,8 @@ import small_models
 import rlx
 from rlx.driver.queue import DEPTH
 from rlx.driver.stream import Pending
-from rlx.errors import IndexRangeError
+from rlx.errors import IndexRangeError, NumericsError
+from rlx.frontends import decoding
 from rlx.frontends.generate import Generator, prepare
 from rlx.frontends.language import LanguageModel
 
@@ -233,6 +234,47 @@ def test_a_token_queued_ahead_is_taken_back_where_the_state_is_seen(pair, how) -
                 own.append((model.position, *(model.handles.read(name).tolist() for name in names)))
         seen.append((answer.tokens, own))
     assert seen[0] == seen[1] and seen[0][1][0][:1] == (3,)
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 2.0}, {"repetition_penalty": 1.3}], ids=str)
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("seen", [False, True])
+def test_an_answer_goes_on_after_an_interrupt(pair, monkeypatch, how, late, seen) -> None:
+    """Ctrl-C most often comes while the host waits for a token: none is lost, whether or not the state is looked at then."""
+    model, own = pair[late], {"ends": (), "seed": 5, "max_new_tokens": 9, **how}
+    want, checked = Generator(model, [3, 4, 5], **own).run().tokens, decoding.checked_tokens
+    calls = iter(range(100))
+
+    def interrupted(tokens: np.ndarray, vocab: int) -> np.ndarray:
+        if next(calls) in (0, 3, 4, 9):
+            raise KeyboardInterrupt
+        return checked(tokens, vocab)
+
+    monkeypatch.setattr(decoding, "checked_tokens", interrupted)
+    answer, interrupts = Generator(model, [3, 4, 5], **own), 0
+    while answer.finish is None:
+        try:
+            answer.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+            assert not seen or model.position in (3 + len(answer.tokens) - k for k in (0, 1))
+    assert answer.tokens == want and interrupts == 4
+
+
+def test_logits_of_nan_leave_no_error_behind(tmp_path) -> None:
+    """The run that is queued behind them fails, too; only the first error is raised, and once."""
+    pytest.importorskip("transformers")
+    for model in decoders(tmp_path):
+        answer = Generator(model, [3, 4, 5], ends=())
+        answer.step()
+        one = model.executable(1, ())
+        norm = next(p for p in one.params if p.name == "norm.weight" or p.name.endswith(".norm.weight"))
+        one.set_param(norm.name, np.full(norm.shape.static, np.nan, norm.dtype.numpy))
+        for _ in range(3):
+            with pytest.raises(NumericsError, match="hold NaN"):
+                answer.run()
+        one.set_param(norm.name, np.ones(norm.shape.static, norm.dtype.numpy))
+        assert len(Generator(model, [3, 4, 5], ends=(), max_new_tokens=3).run().tokens) == 3
 
 
 def test_a_token_ahead_stays_within_the_capacity(pair) -> None:
