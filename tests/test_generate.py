@@ -100,6 +100,39 @@ def test_limits():
     assert generate(Script("abc"), [1], max_new_tokens=1).stats.decode_rate == 0
 
 
+def test_an_interrupt_behind_the_last_token_does_not_lift_the_limit(monkeypatch):
+    model = Script("one two three")
+    answer = Generator(model, "x", max_new_tokens=3)
+    assert answer.step() and answer.step()
+    decode = ByteCodec.decode
+
+    def interrupted(self, ids):
+        monkeypatch.setattr(ByteCodec, "decode", decode)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ByteCodec, "decode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        answer.step()
+    answer.run()
+    assert (answer.text, len(answer.tokens), answer.finish) == ("one", 3, "length")
+
+
+def test_an_interrupted_step_does_not_pass_for_a_finished_one(monkeypatch):
+    """A model that the host samples from: the token before is not processed twice."""
+    answer, choose = Generator(Script("one two three"), "x"), HostDecoding._choose
+    answer.step()
+
+    def interrupted(self, logits):
+        monkeypatch.setattr(HostDecoding, "_choose", choose)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HostDecoding, "_choose", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        answer.step()
+    with pytest.raises(BindingError, match="run or reset in between"):
+        answer.step()
+
+
 @pytest.mark.parametrize(
     "prompt, options, text",
     [

@@ -84,8 +84,9 @@ class HostDecoding:
         want, found = self._position, self._model.position
         if want != found:
             raise BindingError(f"the model holds {found} tokens, this answer needs {want}: it was run or reset in between")
-        self._position += 1
-        return self._choose(self._model.step(np.array([self._last], np.int32)))
+        token = self._choose(self._model.step(np.array([self._last], np.int32)))
+        self._position += 1  # not before: an interrupted step must not pass for a finished one
+        return token
 
     def _choose(self, logits: np.ndarray) -> int:
         self._last = int(self._sampler(logits)[0])
@@ -188,6 +189,8 @@ class Generator(Shown):
         """
         if self.finish is not None:
             return None
+        if len(self.tokens) >= self.limit:  # an interrupt came between the last token and its text
+            return self._token(self.tokens[-1], self._decoder.rest(), "length")
         begun = time.perf_counter()
         more = len(self.tokens) + 1 < self.limit
         token = self._decoding.next(more) if self.stats.new_tokens else self._decoding.first(self.prompt, more)
