@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+import rlx
 from rlx.backends.cpu.render import render
 from rlx.backends.cpu.target import host_target, target_for
+from rlx.compiler import lower
 from rlx.host import jit
 from rlx.host.processor import machine_of, missing_features
 from rlx.ir.dtype import DType, as_dtype
@@ -102,3 +104,22 @@ def apply_all(
 
 def apply(function: Function, result: DType, *arrays: np.ndarray, target: Target | None = None) -> np.ndarray:
     return apply_all([function], [result], *arrays, target=target)[0]
+
+
+def kernel_of(make: Callable[..., rlx.Value], arrays: Sequence[np.ndarray], target: Target) -> Kernel:
+    """The only kernel of a graph of one op or several on these operands."""
+    g = rlx.Graph("t")
+    g.set_outputs([make(*(g.input(f"x{n}", a.shape, as_dtype(a.dtype)) for n, a in enumerate(arrays)))])
+    (step,) = lower(g, target, rlx.CompileOptions(disable=("within",))).steps
+    return step.kernel
+
+
+def check(make: Callable[..., rlx.Value], wanted: np.ndarray, arrays: Sequence[np.ndarray], target: Target) -> None:
+    """The only kernel of a graph gives these bits."""
+    kernel, left = kernel_of(make, arrays, target), list(arrays)
+    values: list[np.ndarray | None] = []
+    for b in kernel.buffers:  # operands come in the order in which they are read
+        found = next((n for n, a in enumerate(left) if (a.size, a.dtype) == (b.size, b.dtype.numpy)), 0)
+        values.append(None if b.writable else np.ascontiguousarray(left.pop(found)))
+    (got,), status = run(kernel, values, target)
+    assert status == 0 and got.tobytes() == np.ascontiguousarray(wanted).tobytes(), f"{[a.shape for a in arrays]} {wanted.dtype}"

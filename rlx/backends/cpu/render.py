@@ -14,6 +14,7 @@ from functools import partial, reduce
 from typing import Any
 
 from rlx.backends.cpu.abi import Rendered
+from rlx.backends.cpu.bits import moved_as_bits
 from rlx.backends.cpu.kernels import attention, contract, grouped, quant, tiles
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided
 from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, other_tasks
@@ -50,14 +51,19 @@ Limits = Sequence[V | None]  # the active extent of each dimension; None: all of
 
 def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int] = DEFAULT_TILING) -> Rendered:
     """The kernel as one LLVM module that defines `symbol` (ABI: rlx.host.emit.Rendered). `tiling`: see `axes`."""
-    kernel = in_fewer(updated_in_place(kernel, target))
+    kernel = _as_rendered(kernel, target)
     module = _module(next(iter(kernel.body), None))
     return (module.render if module else _render_loops)(kernel, target, symbol, tiling)
 
 
+def _as_rendered(kernel: Kernel, target: Target) -> Kernel:
+    """The kernel in the form in which the code below takes it."""
+    return moved_as_bits(in_fewer(updated_in_place(kernel, target)))
+
+
 def axes(kernel: Kernel, target: Target) -> dict[str, tuple[int, ...]]:
     """The tuning parameters of the kernel's code: name -> values, the default first. None of them changes a result."""
-    kernel = in_fewer(updated_in_place(kernel, target))
+    kernel = _as_rendered(kernel, target)
     first: Any = next(iter(kernel.body), None)
     module = _module(first, tiles)
     if module or isinstance(first, Native):
