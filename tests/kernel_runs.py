@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import rlx
+from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING
 from rlx.backends.cpu.render import render
 from rlx.backends.cpu.target import host_target, target_for
 from rlx.compiler import lower
@@ -47,16 +48,16 @@ def _function(text: str, target: Target) -> Any:
 
 def run(
     kernel: Kernel, values: Sequence[np.ndarray | None], target: Target | None = None, same: tuple[int, int] | None = None,
-    spoiled: Sequence[int] = (),
+    spoiled: Sequence[int] = (), tasks: int | None = None,
 ) -> tuple[list[np.ndarray], int]:  # fmt: skip
     """(the writable buffers, in order, after a run; the status). `values`: one per buffer, None for poison. `same`: two
     buffers in one memory, the first of them written. `spoiled`: buffers that are poisoned behind the first task of those that
-    keep its rows.
+    keep its rows. `tasks`: about so many.
 
     Runs twice, behind the two kinds of fence and with the tasks in opposite orders, first each with a scratch of its own, then
     with what one leaves there to the next (Rendered.keeps): the bits must agree."""
     target = target or TARGETS["host"]
-    rendered = render(kernel, target, "kernel")
+    rendered = render(kernel, target, "kernel", {"tasks": tasks} if tasks else DEFAULT_TILING)
     function = _function(rendered.text, target)
     seen: list[list[np.ndarray]] = []
     status = ctypes.c_int32(0)
@@ -115,11 +116,13 @@ def kernel_of(make: Callable[..., rlx.Value], arrays: Sequence[np.ndarray], targ
 
 
 def check(make: Callable[..., rlx.Value], wanted: np.ndarray, arrays: Sequence[np.ndarray], target: Target) -> None:
-    """The only kernel of a graph gives these bits."""
+    """The only kernel of a graph gives these bits, in one task or several."""
     kernel, left = kernel_of(make, arrays, target), list(arrays)
     values: list[np.ndarray | None] = []
     for b in kernel.buffers:  # operands come in the order in which they are read
         found = next((n for n, a in enumerate(left) if (a.size, a.dtype) == (b.size, b.dtype.numpy)), 0)
         values.append(None if b.writable else np.ascontiguousarray(left.pop(found)))
-    (got,), status = run(kernel, values, target)
-    assert status == 0 and got.tobytes() == np.ascontiguousarray(wanted).tobytes(), f"{[a.shape for a in arrays]} {wanted.dtype}"
+    for tasks in (1, 7):
+        (got,), status = run(kernel, values, target, tasks=tasks)
+        same = status == 0 and got.tobytes() == np.ascontiguousarray(wanted).tobytes()
+        assert same, f"{[a.shape for a in arrays]} {wanted.dtype}, {tasks} tasks"

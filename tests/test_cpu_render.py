@@ -617,9 +617,10 @@ def test_rows_of_padding_are_not_read_by_masks() -> None:
     text, run = rendered(lambda v: rlx.pad(v, low=(1, 2, 0), high=(1, 1, 0)), x.shape)
     assert "masked.load" not in text
     np.testing.assert_array_equal(run(x), np.pad(x, ((1, 1), (2, 1), (0, 0))))
-    text, run = rendered(lambda v: rlx.pad(v, low=(1, 0, 3), high=(1, 0, 2)), x.shape)
+    x = x[..., :7].copy()  # a row that is one vector computes its padding in lanes, too
+    text, run = rendered(lambda v: rlx.exp(rlx.pad(v, low=(1, 0, 3), high=(1, 0, 2))), x.shape)
     assert "masked.load" in text and re.search(r"select i1 %\w+, ptr", text)
-    np.testing.assert_array_equal(run(x), np.pad(x, ((1, 1), (0, 0), (3, 2))))
+    np.testing.assert_allclose(run(x), np.exp(np.pad(x, ((1, 1), (0, 0), (3, 2)))), rtol=1e-5)
 
 
 def test_values_that_a_program_clamps_are_not_clamped_again() -> None:

@@ -17,13 +17,11 @@ import rlx
 from rlx.backends import get
 from rlx.backends.cpu.index_split import parts
 from rlx.backends.cpu.render import render
-from rlx.backends.cpu.scope import Scope
 from rlx.backends.cpu.target import host_target, target_for
 from rlx.backends.cpu.updates import updated_in_place
 from rlx.backends.ref.interpret import run_kernel
 from rlx.backends.shared.lines import in_loops
 from rlx.compiler import lower
-from rlx.host.emit import Emitter, V
 from rlx.ir.evaluate import evaluate
 from rlx.ir.kernel import EXTREMES, Buffer, Kernel, Load, Loop, Reduce, Sort, Store, Var, const, k, walk
 from rlx.ir.target import Target
@@ -178,12 +176,11 @@ def test_where_a_loop_is_cut() -> None:
     i, x, y = Var("i"), Buffer("x", rlx.f32, 400), Buffer("y", rlx.f32, 400, True)
     early, late = k.lt(i, const(128)), k.le(const(250), i)
     loop = Loop(i, 400, (Store(y, i, k.select(early, Load(x, i), k.select(late, Load(x, i), const(0, rlx.f32)))),), vector=True)
-    scope = Scope(Emitter(), {}, V("null", "ptr"), vector_bytes=64)
     true_false = [(True, False), (False, False), (False, None), (False, True)]
     edges = [(0, 128), (128, 240), (240, 256), (256, 400)]
-    found = [(a, b, (known.get(id(early)), known.get(id(late)))) for a, b, known in parts(loop, 16, scope)]
+    found = [(a, b, (known.get(id(early)), known.get(id(late)))) for a, b, known in parts(loop, 16)]
     assert found == [(*edge, known) for edge, known in zip(edges, true_false)]
-    assert parts(replace(loop, extent=128), 16, scope) == [(0, 128, {})]
+    assert parts(replace(loop, extent=128), 16) == [(0, 128, {})]
 
 
 @pytest.mark.parametrize("low, high", [(5, 0), (0, 700), (64, 64), (3, 500), (0, 0)])

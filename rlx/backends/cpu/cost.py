@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rlx.backends.cpu.render import Space
+from rlx.backends.cpu.render import work_ns
 from rlx.ir.cost import points
 from rlx.ir.kernel import Check, Contract, Kernel, Native, parts_of
 from rlx.ir.op import OPS
@@ -31,4 +31,4 @@ def estimated_ns(kernel: Kernel, target: Target) -> int:
             if (count := OPS[s.op].flops) is not None:
                 multiplied = min(multiplied, count([v.dims for v in s.inputs], s.results) // 2)
             return round(moved + multiplied * MULTIPLY_NS)
-    return round(max(moved, Space.of(kernel).weight_ns(target)))
+    return round(max(moved, work_ns(kernel, target)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from rlx.backends.cpu.scope import Scope
 from rlx.backends.shared.nest import distinct
 from rlx.ir.kernel import FOLD, Alu, Const, Expr, Loop, Var, coefficient, expressions
 
@@ -15,12 +14,12 @@ LEAST_VECTORS = 4  # least average number of vectors in a part
 Part = tuple[int, int, dict[int, bool]]  # start, stop, and known truth values of expressions there, by id
 
 
-def parts(loop: Loop, lanes: int, scope: Scope) -> list[Part]:
+def parts(loop: Loop, lanes: int) -> list[Part]:
     """The loop's iterations in order. Parts start at multiples of `lanes`.
 
     A condition that changes inside a vector is unknown there."""
     n = loop.extent
-    switches = {id(e): _switch(e, loop) for e in distinct(expressions([loop])) if _is_threshold(e, loop.var, scope)}
+    switches = {id(e): switch(e, loop.var, n) for e in distinct(expressions([loop])) if is_threshold(e, loop.var)}
     splits = {at for at, _ in switches.values() if 0 < at < n}
     if not splits or len(splits) > MOST or n < LEAST_VECTORS * lanes * (len(splits) + 1):
         return [(0, n, {})]
@@ -31,11 +30,11 @@ def parts(loop: Loop, lanes: int, scope: Scope) -> list[Part]:
     ]
 
 
-def _is_threshold(e: Expr, var: Var, scope: Scope) -> bool:
+def is_threshold(e: Expr, var: Var) -> bool:
     """Whether `e` compares integers that are linear in `var`, and depends on no other variable."""
-    if not isinstance(e, Alu) or e.op not in ("lt", "le") or list(scope.names_in(e)) != [var]:
+    if not isinstance(e, Alu) or e.op not in ("lt", "le"):
         return False
-    return all(a.dtype.is_int and coefficient(a, var) is not None and _is_known(a, var) for a in e.args)
+    return all(_is_known(a, var) and a.dtype.is_int and coefficient(a, var) is not None for a in e.args)
 
 
 def _is_known(e: Expr, var: Var) -> bool:
@@ -43,10 +42,10 @@ def _is_known(e: Expr, var: Var) -> bool:
     return e is var or isinstance(e, Const) or (isinstance(e, Alu) and e.op in FOLD and all(_is_known(a, var) for a in e.args))
 
 
-def _switch(e: Expr, loop: Loop) -> tuple[int, bool]:
+def switch(e: Expr, var: Var, extent: int) -> tuple[int, bool]:
     """(first iteration at which a threshold condition differs from its initial value, or the extent if none; its value there)."""
-    first = _value(e, loop.var, 0)
-    return bisect_left(range(loop.extent), True, key=lambda i: _value(e, loop.var, i) != first), bool(first)
+    first = _value(e, var, 0)
+    return bisect_left(range(extent), True, key=lambda i: _value(e, var, i) != first), bool(first)
 
 
 def _value(e: Expr, var: Var, at: int) -> int:

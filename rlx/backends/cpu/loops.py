@@ -10,6 +10,7 @@ from rlx.backends.cpu.abi import LINE
 from rlx.backends.cpu.half import in_half
 from rlx.backends.cpu.index_split import parts
 from rlx.backends.cpu.scope import Scope, access, address, check, expr, value_to_store
+from rlx.backends.cpu.strided import MASKS
 from rlx.backends.shared.nest import nested, operands, stores
 from rlx.errors import CompileError
 from rlx.host import alu
@@ -19,6 +20,7 @@ from rlx.ir.kernel import Alu, Check, Const, Expr, Let, Load, Loop, Stmt, Store,
 
 MAX_LANES = 16
 TASKS_PER_THREAD = 6  # of a kernel, at most; several, so that a preempted thread does not hold up the others
+STRAIGHT, SHORT = 8, 128  # most vectors of a copy without a loop, and of one whose loop is not unrolled
 UNROLLED = 4  # serial loops of at most this many iterations, if small, are fully unrolled
 UNROLLED_WEIGHT = 64  # weight of all their iterations together
 # Cost of the scalar operations that cost more than an addition, in additions.
@@ -138,8 +140,23 @@ def _totals(loop: Loop) -> list[Expr]:
     return [*(r.value for r in loop.reduces), *(c.next for c in loop.carries)]
 
 
+def moves(loop: Loop) -> bool:
+    """Whether an iteration copies one of adjacent elements, or stores a constant, and nothing else. To do it twice changes
+    nothing, even if both are in the same memory."""
+    match loop.body:
+        case (Store(buffer, index, Load() as x, None),):
+            adjacent = x.guard is None and coefficient(x.index, loop.var) == coefficient(index, loop.var) == 1
+            return adjacent and x.buffer.dtype == buffer.dtype and not _totals(loop)
+        case (Store(_, index, Const(), None),):
+            return coefficient(index, loop.var) == 1 and not _totals(loop)
+    return False
+
+
 def lanes_of(loop: Loop, vector_bytes: int) -> int:
-    """Lanes that fill a register with the widest type that the loop computes or stores; a power of two, at most 16."""
+    """Lanes that fill a register with the widest type that the loop computes or stores; a power of two, at most 16 where it
+    computes."""
+    if moves(loop):
+        return max(2, min(vector_bytes // stores([loop])[0].buffer.dtype.itemsize, 1 << (loop.extent - 1).bit_length()))
     dtypes = [x.dtype for x in walk((*expressions([loop]),)) if isinstance(x, Expr) and x.dtype.is_float]
     dtypes += [s.buffer.dtype for s in stores([loop])] + [x.dtype for x in _totals(loop)]
     lanes = min(MAX_LANES, vector_bytes // max((d.compute.itemsize for d in dtypes), default=1))
@@ -184,12 +201,16 @@ def _iteration(loop: Loop, scope: Scope, index: V, carried: Sequence[V]) -> list
 
 
 class VectorLoop:
-    """Emits a vectorised loop. Each reduction has `unroll` accumulators, combined in a fixed order at the end."""
+    """Emits a vectorised loop, `whole` or a part of it that is known when it runs. Each reduction has `unroll` accumulators,
+    combined in a fixed order at the end."""
 
-    def __init__(self, loop: Loop, scope: Scope) -> None:
+    def __init__(self, loop: Loop, scope: Scope, whole: bool) -> None:
         self.loop, self.scope, self.em = loop, scope, scope.e
         self.lanes = lanes_of(loop, scope.vector_bytes)
-        self.unroll = self._unroll()
+        self.again = moves(loop) and not set(self.em.features) >= MASKS  # then the last vector begins earlier, instead of a mask
+        while self.again and self.lanes > loop.extent:
+            self.lanes //= 2
+        self.unroll = self._unroll(whole)
         self.outer = scope.child(lanes=self.lanes)
         hoist([loop], self.outer)
         self.everywhere = self.outer.memo
@@ -200,8 +221,10 @@ class VectorLoop:
         self.nans = {n: self.em.const(vector("i1", self.lanes), False) for n in extremes}
         self.before = [self.em.splat(expr(c.init, scope), self.lanes) for c in loop.carries]  # running totals, in every lane
 
-    def _unroll(self) -> int:
-        work = weight([self.loop]) // self.loop.extent
+    def _unroll(self, whole: bool) -> int:
+        work, vectors = weight([self.loop]) // self.loop.extent, self.loop.extent // self.lanes
+        if whole and vectors < SHORT and moves(self.loop):  # a few vectors, or one loop: the end of each is a misprediction
+            return vectors if 0 < vectors <= STRAIGHT else 1
         # Measured: unrolling pays for bodies of few instructions; longer ones only take longer to compile.
         most = 1 if any(isinstance(s, Loop) for s in self.loop.body) else 4 if work <= 6 else 2 if work <= 12 else 1
         most = 8 if work <= 3 and not self.loop.body else most  # pure reductions: enough to hide the latency of one step
@@ -325,9 +348,9 @@ class VectorLoop:
 
 def emit_vector_loop(loop: Loop, scope: Scope, bounds: tuple[V, V] | None = None) -> None:
     """Emit all iterations, or those in `bounds` = [start, stop), vectorised: full vectors, then a masked remainder."""
-    state = VectorLoop(loop, scope)
+    state = VectorLoop(loop, scope, bounds is None)
     lanes, unroll, em = state.lanes, state.unroll, scope.e
-    for first, end, known in parts(loop, lanes, scope):
+    for first, end, known in parts(loop, lanes):
         state.know(known)
         if bounds is not None:
             start = em.intrinsic("smax", bounds[0], em.i64(first)) if first else bounds[0]
@@ -342,7 +365,10 @@ def emit_vector_loop(loop: Loop, scope: Scope, bounds: tuple[V, V] | None = None
         rounds = first + (full - first) // (lanes * unroll) * lanes * unroll
         state.run(first, rounds, unroll)
         state.run(rounds, full, 1)
-        if full < end:
+        if full < end and state.again:
+            state.outer.streams = frozenset()  # it is not aligned
+            state.vectors(end - lanes)
+        elif full < end:
             on = ", ".join(f"i1 {'true' if full + i < end else 'false'}" for i in range(lanes))
             state.vectors(full, mask=V(f"<{on}>", vector("i1", lanes)))
     state.finish()

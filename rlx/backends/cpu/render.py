@@ -15,6 +15,7 @@ from typing import Any
 
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.bits import moved_as_bits
+from rlx.backends.cpu.boxes import in_boxes
 from rlx.backends.cpu.kernels import attention, contract, grouped, quant, tiles
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided
 from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, other_tasks
@@ -25,7 +26,7 @@ from rlx.backends.cpu.loops import (  # isort: skip
 from rlx.backends.cpu.scope import Prefetch, Scope, expr, limit_of
 from rlx.backends.cpu.transpose import Crossing, collapsed, crossing, emit_tiles
 from rlx.backends.cpu.updates import updated_in_place
-from rlx.backends.shared.nest import distinct, nested, stores
+from rlx.backends.shared.nest import Dims, distinct, nested, stores
 from rlx.backends.shared.rounding import in_fewer
 from rlx.host.emit import STREAMS, Emitter, V
 from rlx.host.processor import fetches_ahead
@@ -68,7 +69,7 @@ def axes(kernel: Kernel, target: Target) -> dict[str, tuple[int, ...]]:
     module = _module(first, tiles)
     if module or isinstance(first, Native):
         return module.axes(kernel, first, target) if module else {}
-    default = task_count(Space.of(kernel).weight_ns(target), target.threads)
+    default = task_count(work_ns(kernel, target), target.threads)
     others = [n for n in other_tasks(target.threads) if n != default]
     return {"tasks": (default, *others)} if others and 0 not in Space.of(kernel).extents else {}
 
@@ -96,12 +97,10 @@ def _render_loops(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[s
     tasks = 1
     if 0 not in space.extents:
         limits = [limit_of(v, n, kernel, scope) for v, n in zip(space.vars, space.extents)]
-        hoist(space.body, scope)
-        wanted = tiling.get("tasks", task_count(space.weight_ns(target), target.threads))
-        space = space.tiled(kernel, target, scope.streams)
-        if space.crossing and not space.crossing.whole_lines:
-            scope.streams = frozenset()
-        tasks = _emit_tasks(space, scope, wanted, limits)
+        wanted = tiling.get("tasks", task_count(work_ns(kernel, target), target.threads))
+        spaces = spaces_of(kernel, target, wanted)
+        works = [x.weight_ns(target) for x in spaces]
+        tasks = _emit_spaces([x.tiled(kernel, target, scope.streams) for x in spaces], works, scope, wanted, limits)
     if STREAMS in e.declarations and any(f.startswith("triple=x86") for f in target.features):
         e.intrinsic("x86.sse.sfence", suffix=(), returns="void")  # non-temporal stores are not ordered with later stores
     return module.rendered(e, symbol, tasks)
@@ -132,6 +131,15 @@ class Space:
         vector = vector or not (kernel.locals or _has_vector(body))
         return Space(tuple(v for v, _ in dims), tuple(n for _, n in dims), body, vector and bool(dims))
 
+    @staticmethod
+    def around(dims: Dims, body: tuple[Stmt, ...]) -> Space:
+        """The space of independent loops: these dims and the loops that make up the whole body."""
+        dims, vector = list(dims), False
+        while len(body) == 1 and isinstance(loop := body[0], Loop):
+            dims.append((loop.var, loop.extent))
+            vector, body = loop.vector, loop.body
+        return Space(tuple(v for v, _ in dims), tuple(n for _, n in dims), body, vector)
+
     def tiled(self, kernel: Kernel, target: Target, streams: Collection[Buffer | Local] = ()) -> Space:
         """The same space, tiled if the kernel is a transposing loop."""
         if not self.vector or kernel.limits:
@@ -143,13 +151,45 @@ class Space:
         extents = tuple(x.blocks if v is x.row else n for v, n in dims)
         return replace(self, vars=tuple(v for v, _ in dims), extents=extents, body=body, crossing=x)
 
+    def shares(self, wanted: int) -> tuple[int, int]:
+        """What a task computes, of about `wanted` tasks: so many outer points, each with the whole last dimension, or, if that is
+        0, so many of the last dimension at one of the others."""
+        outer, last = math.prod(self.extents[:-1]), self.extents[-1] if self.extents else 1
+        if 2 * outer > wanted:
+            return -(-outer // wanted), last
+        step = 64 if self.vector else 1
+        size = -(-last // -(-wanted // outer))
+        return 0, -(-size // step) * step
+
+    def tasks(self, wanted: int) -> int:
+        """The number of tasks."""
+        outer, (per, size) = math.prod(self.extents[:-1]), self.shares(wanted)
+        return -(-outer // per) if per else outer * -(-self.extents[-1] // size)
+
     def weight_ns(self, target: Target) -> float:
-        """Estimated time of all points on one thread."""
+        """As `work_ns`, of these points."""
         lanes = target.vector_bytes // 4
         loops = [s for s in self.body if isinstance(s, Loop)]
         work = weight([s for s in self.body if not isinstance(s, Loop)])
         work += sum(weight([s]) / (lanes if _has_vector([s]) else 1) for s in loops)
         return math.prod(self.extents) * work / (lanes if self.vector else 1) * WEIGHT_NS
+
+
+def spaces_of(kernel: Kernel, target: Target, wanted: int = 1) -> list[Space]:
+    """The spaces of the kernel: one for each box of indices, or one for all boxes of a point of the dims that are not divided, if
+    these dims are enough for the wanted tasks."""
+    space = Space.of(kernel)
+    dims = list(zip(space.vars, space.extents))
+    found = in_boxes(dims, space.body, target.vector_bytes) if space.vector and not kernel.limits else None
+    if found is None:
+        return [space]
+    together = math.prod(n for _, n in found.outer) >= wanted
+    return [Space.around(found.outer, nest) for nest in ([found.nest] if together else [(s,) for s in found.nest])]
+
+
+def work_ns(kernel: Kernel, target: Target) -> float:
+    """Estimated time of all points on one thread."""
+    return sum(space.weight_ns(target) for space in spaces_of(kernel, target))
 
 
 def fetched(body: Sequence[Stmt], row: Var, least: int) -> Prefetch | None:
@@ -180,24 +220,43 @@ def task_count(work_ns: float, threads: int) -> int:
     return 1 if threads == 1 or work_ns < SHARED_NS else tasks if tasks < threads else -(-tasks // threads) * threads
 
 
-def _emit_tasks(space: Space, scope: Scope, wanted: int, limits: Limits) -> int:
-    """Emit the code of task TASK. Returns the number of tasks, close to `wanted`."""
+def _emit_spaces(spaces: Sequence[Space], works: Sequence[float], scope: Scope, wanted: int, limits: Limits) -> int:
+    """Emit the code of task TASK, one of a range of tasks for each space, about `wanted` in all. Small spaces are done by the
+    first task. Returns the number of tasks. `works`: estimated times; `limits` are those of the only space."""
+    if len(spaces) == 1:
+        return _emit_tasks(spaces[0], scope, wanted, limits, TASK)
+    e, first = scope.e, 0
+    shares = [round(wanted * work / max(sum(works), 1)) if wanted > 1 else 0 for work in works]
+    for space, share in zip(spaces, shares):
+        if share:
+            own = e.bin("sub nsw", TASK, first)
+            with e.when(e.cmp("ult", own, space.tasks(share))):
+                first += _emit_tasks(space, scope.child(), share, (), own)
+    with e.when(e.cmp("eq", TASK, 0)) if first else nullcontext():
+        for space in (space for space, share in zip(spaces, shares) if not share):
+            _emit_tasks(space, scope.child(), 1, (), e.i64(0))
+    return max(first, 1)
+
+
+def _emit_tasks(space: Space, scope: Scope, wanted: int, limits: Limits, task: V) -> int:
+    """Emit the code of this task of a space. Returns the number of its tasks, close to `wanted`."""
+    hoist(space.body, scope)
+    if space.crossing and not space.crossing.whole_lines:
+        scope.streams = frozenset()
+    limits = limits or [None] * len(space.vars)
     e = scope.e
     outer, last = math.prod(space.extents[:-1]), space.extents[-1] if space.extents else 1
-    if 2 * outer > wanted:  # ranges of outer points, each with the whole last dimension
-        per = -(-outer // wanted)
+    per, size = space.shares(wanted)
+    if per:
         tasks = -(-outer // per)
         if per == 1:
-            _emit_point(space, scope, TASK if tasks > 1 else e.i64(0), None, limits)
+            _emit_point(space, scope, task if tasks > 1 else e.i64(0), None, limits)
             return tasks
-        with e.loop(*_run(e, TASK, per, outer), nonempty=True) as loop:
+        with e.loop(*_run(e, task, per, outer), nonempty=True) as loop:
             _emit_point(space, scope.child(), loop.index, None, limits)
         return tasks
-    step = 64 if space.vector else 1
-    size = -(-last // -(-wanted // outer))
-    size = -(-size // step) * step
     chunks = -(-last // size)
-    chunk, point = divided(e, TASK, chunks) if outer > 1 else (TASK, e.i64(0))
+    chunk, point = divided(e, task, chunks) if outer > 1 else (task, e.i64(0))
     _emit_point(space, scope, point, None if chunks == 1 else _run(e, chunk, size, last), limits)
     return outer * chunks
 

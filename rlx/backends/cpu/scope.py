@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from functools import partial, reduce
 
 from rlx.backends.cpu.strided import reads_between, strided
-from rlx.backends.shared.nest import operands, postorder
+from rlx.backends.shared.nest import operands, postorder, substitute
 from rlx.host import alu
 from rlx.host.emit import Emitter, V, vector
-from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Kernel, Load, Local, Loop, Store, Var, coefficient
+from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Kernel, Load, Local, Loop, Store, Var, coefficient, const, walk
 from rlx.records import record
 
 Pointers = Mapping[Buffer | Local, V]
@@ -262,13 +262,23 @@ def _stride(index: Expr, scope: Scope) -> int | None:
 
 def _is_multiple(index: Expr, of: int, scope: Scope) -> bool:
     """Whether the index of lane 0 is a multiple of `of`: vector loops start at multiples of their lanes."""
-    if index is scope.vector:
+    if index is scope.vector or remainder(index, scope.vector, of) == 0:
         return True
     if isinstance(index, Const):
         return index.value % of == 0
     if isinstance(index, Alu) and index.op in ("add", "sub"):
         return all(_is_multiple(a, of, scope) for a in index.args)
     return isinstance(index, Alu) and index.op == "mul" and any(isinstance(a, Const) and a.value % of == 0 for a in index.args)
+
+
+def remainder(index: Expr, var: Var | None, of: int) -> int | None:
+    """The index modulo `of` where `var` is a multiple of it, if it is the same for all values of the other variables."""
+    others = [x for x in walk(index) if isinstance(x, Var | Load) and x is not var]
+    steps = [coefficient(index, x) if isinstance(x, Var) else None for x in others]
+    if any(step is None or step % of for step in steps):
+        return None
+    first = substitute(index, {x: const(0) for x in (*others, var) if isinstance(x, Var)})
+    return int(first.value) % of if isinstance(first, Const) else None
 
 
 def _active(guard: Expr | None, scope: Scope) -> V | None:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rlx.backends.cpu.schedule_lines import LANES, same_rows
-from rlx.backends.shared.nest import substitute
+from rlx.backends.shared.nest import joined, substitute
 
 from rlx.ir.kernel import (  # isort: skip
-    Buffer, Check, Expr, Kernel, Load, Local, Loop, Stmt, Store, Var, coefficient, const, expressions, k, walk,
+    Buffer, Check, Expr, Kernel, Load, Local, Loop, Stmt, Store, Var, coefficient, const, k, walk,
 )  # fmt: skip
 from rlx.ir.overlap import may_overlap
 from rlx.ir.target import Target
@@ -53,23 +53,9 @@ def with_long_runs(kernel: Kernel) -> Kernel:
     loops along contiguous lines in lanes if nothing but their own element is read."""
     if len(kernel.locals) != 1 or kernel.limits or not all(isinstance(s, Loop) for s in kernel.body):
         return kernel
-    grid, body = list(kernel.grid), kernel.body
-    for at in range(len(grid) - 2, -1, -1):
-        (high, n), (low, m) = grid[at : at + 2]
-        if 1 in (n, m) or _linear(body, high, low, m):
-            grid[at : at + 2] = [(low, n * m)] if n > 1 < m else [(low, m) if n == 1 else (high, n)]
-            body = substitute(body, {low if m == 1 < n else high: const(0)})
+    grid, body = joined(kernel.grid, kernel.body)
     made = [replace(s, vector=s.vector or _moves_elements(s)) if isinstance(s, Loop) else s for s in body]
     return replace(kernel, grid=tuple(grid), body=tuple(made))
-
-
-def _linear(body: tuple[Stmt, ...], high: Var, low: Var, size: int) -> bool:
-    """Whether buffers are accessed at multiples of high * size + low, and nothing else depends on the two."""
-    found = [x for x in walk(body) if isinstance(x, Load | Store) and isinstance(x.buffer, Buffer)]
-    steps = [(coefficient(x.index, high), coefficient(x.index, low)) for x in found]
-    memo: dict[int, Expr] = {id(x): const(0, x.buffer.dtype) for x in found if isinstance(x, Load) and x.guard is None}
-    rest = [substitute(e, {}, memo) for e in expressions(body) if not any(e is x.index for x in found)]
-    return all(a is not None and b is not None and a == b * size for a, b in steps) and {high, low}.isdisjoint(walk(tuple(rest)))
 
 
 def _moves_elements(loop: Loop) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import TypeVar
 
@@ -140,3 +140,26 @@ def _changed_inside(x: Inner, change: Change) -> Inner:
         new |= {"a": _changed_inside(x.a, change), "b": _changed_inside(x.b, change)}
     new = {name: part for name, part in new.items() if part is not getattr(x, name)}
     return replace(x, **new) if new else x  # type: ignore[arg-type]
+
+
+Dims = Sequence[tuple[Var, int]]  # loop variables with their extents, outermost first
+
+
+def joined(dims: Dims, body: tuple[Stmt, ...]) -> tuple[Dims, tuple[Stmt, ...]]:
+    """The dims of a loop nest and its body, with adjacent dims as one where every index is linear over both."""
+    made = list(dims)
+    for at in range(len(made) - 2, -1, -1):
+        (high, n), (low, m) = made[at : at + 2]
+        if 1 in (n, m) or _linear(body, high, low, m):
+            made[at : at + 2] = [(low, n * m)] if n > 1 < m else [(low, m) if n == 1 else (high, n)]
+            body = substitute(body, {low if m == 1 < n else high: K.const(0)})
+    return made, body
+
+
+def _linear(body: tuple[Stmt, ...], high: Var, low: Var, size: int) -> bool:
+    """Whether buffers are accessed at multiples of high * size + low, and nothing else depends on the two."""
+    found = [x for x in walk(body) if isinstance(x, Load | Store) and isinstance(x.buffer, K.Buffer)]
+    steps = [(K.coefficient(x.index, high), K.coefficient(x.index, low)) for x in found]
+    memo: dict[int, Expr] = {id(x): K.const(0, x.buffer.dtype) for x in found if isinstance(x, Load) and x.guard is None}
+    rest = [substitute(e, {}, memo) for e in K.expressions(body) if not any(e is x.index for x in found)]
+    return all(a is not None and b is not None and a == b * size for a, b in steps) and {high, low}.isdisjoint(walk(tuple(rest)))

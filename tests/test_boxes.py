@@ -1,0 +1,103 @@
+"""Loops whose conditions divide their indices, as nests of boxes on the CPU: random concats and pads, alone and with other ops in
+one kernel, against numpy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from kernel_runs import TARGETS, check, kernel_of
+
+import rlx
+from rlx.backends.cpu.boxes import in_boxes
+from rlx.ir.dtype import DType, as_dtype
+from rlx.ir.kernel import Loop
+
+DTYPES = ("f32", "f64", "bf16", "f16", "u8", "i64", "f8e4m3")
+every_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+
+
+class Draw(random.Random):
+    """Draws operands of awkward dims, and ops on them as (rlx value, numpy array)."""
+
+    def dims(self, elements: int = 3000) -> tuple[int, ...]:
+        rank, total = self.randint(1, 4), elements ** self.uniform(0.3, 1)
+        parts = [self.random() ** 1.5 for _ in range(rank)]
+        return tuple(max(1, round(total ** (p / sum(parts)))) for p in parts)
+
+    def array(self, dims: Sequence[int], dtype: DType) -> np.ndarray:
+        """Random bits, among them NaNs of all payloads."""
+        count = int(np.prod(dims))
+        return np.frombuffer(self.randbytes(count * dtype.itemsize), dtype.numpy).reshape(dims)
+
+    def pad(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return tuple(tuple(self.choice((0, 0, 1, 2, 17)) for _ in range(rank)) for _ in range(2))  # type: ignore[return-value]
+
+
+@every_target
+@pytest.mark.parametrize("seed", range(40))
+def test_concats(target, seed: int) -> None:
+    draw = Draw(seed)
+    dims, dtype = draw.dims(), as_dtype(draw.choice(DTYPES))
+    axis = draw.randrange(len(dims))
+    sizes = [draw.randint(0, 2 * dims[axis]) for _ in range(draw.randint(2, 5))]
+    xs = [draw.array((*dims[:axis], n, *dims[axis + 1 :]), dtype) for n in (*sizes, 1)]
+    check(lambda *v: rlx.concat(*v, axis=axis), np.concatenate(xs, axis), xs, target)
+
+
+@every_target
+@pytest.mark.parametrize("seed", range(40))
+def test_pads(target, seed: int) -> None:
+    draw = Draw(seed)
+    dims, dtype = draw.dims(), as_dtype(draw.choice(DTYPES))
+    (low, high), value = draw.pad(len(dims)), draw.choice((0.0, 1.0, 2.0))
+    widths = tuple(zip(low, (*high[:-1], high[-1] + 1)))
+    x = draw.array(dims, dtype)
+    ends = tuple(n for _, n in widths)
+    number = np.array(value).astype(dtype.numpy)
+    check(lambda v: rlx.pad(v, low, ends, value), np.pad(x, widths, constant_values=number), [x], target)
+
+
+@every_target
+@pytest.mark.parametrize("seed", range(30))
+def test_with_other_ops_in_the_kernel(target, seed: int) -> None:
+    """Operands that are transposed or sliced backwards, and arithmetic before and behind; a row that is broadcast."""
+    draw = Draw(seed)
+    dims = draw.dims()
+    axis, (low, high) = draw.randrange(len(dims)), draw.pad(len(dims))
+    a, b = np.random.default_rng(seed).integers(-50, 50, (2, *dims)).astype(np.float32)
+    row = np.arange(2 * dims[-1] if axis == len(dims) - 1 else dims[-1], dtype=np.float32)
+    wanted = np.concatenate([a * 2, b], axis) + row
+
+    def made(x: rlx.Value, t: rlx.Value, r: rlx.Value) -> rlx.Value:
+        return rlx.concat(x * 2, rlx.transpose(t), axis=axis) + r
+
+    turned = np.ascontiguousarray(b.T)
+    check(made, wanted, [a, turned, row], target)
+    widths = tuple(zip(low, (*high[:-1], high[-1] + 1)))
+    wide = lambda x: rlx.pad(x, low, tuple(n for _, n in widths), 1.0) - 1  # noqa: E731
+    check(wide, np.pad(a, widths, constant_values=1) - 1, [a], target)
+    g = rlx.Graph("several kernels, for three threads")
+    x, t, r = (g.input(name, v.shape, rlx.f32) for name, v in (("x", a), ("t", turned), ("r", row)))
+    g.set_outputs([rlx.pad(made(x, t, r), low, high), rlx.concat(x, x[..., ::-1], axis=axis)])
+    one, two = rlx.Session().compile(g, rlx.CompileOptions(threads=3)).run({"x": a, "t": turned, "r": row})
+    np.testing.assert_array_equal(one, np.pad(wanted, tuple(zip(low, high))))
+    np.testing.assert_array_equal(two, np.concatenate([a, a[..., ::-1]], axis))
+
+
+def test_rows_that_are_one_vector_are_not_divided() -> None:
+    """A few channels are chosen in lanes, at least where the op behind them takes long; wider rows are copied part by part."""
+
+    def divided(make, *dims: tuple[int, ...]) -> bool:
+        kernel = kernel_of(make, [np.zeros(d, np.float32) for d in dims], TARGETS["host"])
+        (loop,) = kernel.body
+        assert isinstance(loop, Loop)
+        return in_boxes([*kernel.grid, (loop.var, loop.extent)], loop.body, 64) is not None
+
+    joined = lambda *v: rlx.concat(*v, axis=-1)  # noqa: E731
+    assert divided(joined, (50, 33), (50, 40)) and divided(joined, (50, 1), (50, 1))
+    assert not divided(joined, (50, 3), (50, 2), (50, 3))
+    assert not divided(lambda *v: rlx.exp(joined(*v)), (50, 3), (50, 4))
+    assert not divided(lambda x: x * 2, (50, 33))
