@@ -195,6 +195,13 @@ def whole(name: str, value: Any, least: int | None = None, error: type[RlxError]
     return found
 
 
+def unmasked(label: str, array: Any) -> Any:
+    """`array`. BindingError if it is a masked array of numpy, of which a conversion takes the elements under the mask."""
+    if hasattr(array, "mask") and hasattr(array, "filled"):
+        raise BindingError(f"{label}: a masked array has elements without a value; fill them: array.filled(0)")
+    return array
+
+
 def flag(name: str, value: Any) -> bool:
     """`value`. OptionError if it is no bool: a text such as "no" would count as True."""
     if not isinstance(value, bool):

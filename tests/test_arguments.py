@@ -262,3 +262,29 @@ def test_tensors_without_memory_of_the_host_are_refused() -> None:
     for tensor in (torch.empty(3, device="meta"), torch.empty(3, requires_grad=True), np.array(["a"]), 5):
         with pytest.raises(TransferError, match="from_dlpack takes an object with __dlpack__, got"):
             rlx.Buffer.from_dlpack(tensor)
+
+
+def test_masked_arrays_are_refused() -> None:
+    """numpy would give the elements under the mask."""
+    masked, plain = np.ma.masked_array(np.ones(4, np.float32), [0, 1, 0, 0]), np.ones(4, np.float32)
+    g, state = rlx.Graph("g"), rlx.BufferHandle("s", (4,), "f32")
+    x, w, s = g.input("x", (4,), "f32"), g.param("w", (4,), "f32"), g.handle(state)
+    g.assign(s, s + x)
+    g.set_outputs([x * w])
+    c = rlx.Session("cpu").compile(g, rlx.CompileOptions().bind_handle(state))
+    c.set_param("w", plain)
+    c.bind_handle("s", plain)
+    open_dim = rlx.Graph("open")
+    open_dim.set_outputs([open_dim.input("x", ("n",), "f32") * 2])
+    calls: list[Callable[[], Any]] = [
+        lambda: c.set_param("w", masked), lambda: c.bind_handle("s", masked), lambda: c.run({"x": masked}), lambda: c(masked),
+        lambda: c.run_slots([masked]), lambda: c.bound([masked]), lambda: c.run_raw({"x": masked}),
+        lambda: c.run_pipelined([{"x": masked}]), lambda: rlx.jit(lambda a: a * 2)(masked),
+        lambda: rlx.jit(lambda a: a * masked)(plain), lambda: rlx.constant(masked),
+        lambda: rlx.compile(open_dim, dims={"n": "auto"}).run({"x": masked}),
+    ]  # fmt: skip
+    for number, call in enumerate(calls):
+        with pytest.raises(BindingError, match=r"a masked array has elements without a value; fill them: array.filled\(0\)"):
+            call()
+            raise AssertionError(number)
+    np.testing.assert_array_equal(c(masked.filled(3)), [1, 3, 1, 1])

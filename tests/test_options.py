@@ -92,6 +92,19 @@ def test_threads_of_a_session_are_a_whole_number(threads):
         rlx.Session("cpu", threads=threads)
 
 
+def test_threads_are_at_most_1024(monkeypatch):
+    with pytest.raises(OptionError, match="threads=1025: give at most 1,024; this process may use"):
+        rlx.Session("cpu", threads=1025)
+    g = rlx.Graph("g")
+    g.set_outputs([g.input("x", (4,), "f32") * 2])
+    with pytest.raises(OptionError, match="threads=5000: give at most 1,024"):
+        rlx.Session("cpu").compile(g, threads=5000)
+    monkeypatch.setenv("RLX_THREADS", "5000")
+    with pytest.raises(OptionError, match="threads=5000: give at most 1,024"):
+        rlx.Session("cpu").compile(g)
+    assert rlx.Session("cpu", threads=1024).target().threads == 1024
+
+
 @pytest.mark.parametrize("options", [5, {"threads": 1}])
 def test_options_are_options(options):
     for compiled in (rlx.jit, rlx.compile):

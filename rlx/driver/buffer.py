@@ -15,7 +15,7 @@ from rlx.driver.device import Device
 from rlx.driver.foreign import DLPACK_CODES, DLPACK_CPU, dtype_code, of_dlpack
 from rlx.driver.memory import Block, HostBlock, Memory, bytes_of, memory_of
 from rlx.driver.stream import note
-from rlx.errors import InputDTypeError, InputShapeError, OutOfMemoryError, TransferError
+from rlx.errors import InputDTypeError, InputShapeError, OutOfMemoryError, TransferError, unmasked
 from rlx.ir.dtype import DType, as_dtype
 from rlx.ir.shape import Shape
 
@@ -47,7 +47,7 @@ class Buffer:
     def from_numpy(array: np.ndarray, device: Device | str = Device.CPU) -> Buffer:
         """A buffer with the array's shape and dtype. On a host device it shares the array's memory (and is read-only if
         the array is), so the array must be C-contiguous: TransferError if not. Elsewhere the contents are copied."""
-        array = np.asarray(array)
+        array = np.asarray(unmasked("the buffer", array))
         shape, memory = Shape(array.shape, as_dtype(array.dtype)), memory_of(device)
         if memory.host_visible:
             if not array.flags.c_contiguous:
@@ -98,7 +98,7 @@ class Buffer:
 
     def write(self, array: np.ndarray) -> None:
         """Overwrite the contents. InputShapeError, InputDTypeError and TransferError (read-only) are raised before any change."""
-        array = np.asarray(array)
+        array = np.asarray(unmasked("the buffer", array))
         if as_dtype(array.dtype) != self.dtype:
             raise InputDTypeError(f"the buffer holds {self.dtype}, the array {array.dtype}; convert it first")
         if array.shape != self.dims:

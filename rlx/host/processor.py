@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from rlx import knobs
-from rlx.errors import CompileError, UnknownDeviceError
+from rlx.errors import CompileError, OptionError, UnknownDeviceError
 from rlx.ir.target import Target
 
 DTYPES = frozenset("f64 f32 f16 bf16 f8e4m3 f8e5m2 i64 i32 i16 i8 u64 u32 u16 u8 bool c64".split())
@@ -39,6 +39,7 @@ CPUS = {  # architecture -> LLVM's names of its CPUs that target_for takes -> th
         **dict.fromkeys(("neoverse-v1", "neoverse-n2", "neoverse-v2", "apple-m2"), tuple(ARM)),
     },
 }  # fmt: skip
+MAX_THREADS = 1024
 UNLIMITED = 1 << 30  # number of CPUs if no quota is set
 USUAL_CACHE = 1 << 20  # bytes of second-level cache of a core of a machine that is not this one
 
@@ -119,8 +120,12 @@ def _may_use_tiles() -> bool:
 
 
 def host_target(threads: int | None = None) -> Target:
-    """The CPU of this process. `threads` None: the value of RLX_THREADS, else as many as the process may use."""
-    return _target(host_features(), threads or knobs.THREADS.get() or available_threads(), core_cache_bytes())
+    """The CPU of this process. `threads` None: the value of RLX_THREADS, else as many as the process may use, to MAX_THREADS.
+    OptionError: more are asked for."""
+    asked = threads or knobs.THREADS.get()
+    if asked > MAX_THREADS:
+        raise OptionError(f"threads={asked}: give at most {MAX_THREADS:,}; this process may use {available_threads():,} CPUs")
+    return _target(host_features(), asked or min(available_threads(), MAX_THREADS), core_cache_bytes())
 
 
 def fetches_ahead(features: Sequence[str]) -> bool:

@@ -19,7 +19,7 @@ from weakref import ref
 
 import numpy as np
 
-from rlx.errors import DTypeError, GraphError, ShapeError
+from rlx.errors import DTypeError, GraphError, ShapeError, unmasked
 from rlx.ir.dtype import DType, as_dtype, bool_, i64
 from rlx.ir.methods import FUNCTIONS, Methods
 from rlx.ir.op import OPS, Attrs, Kind, OpDef
@@ -403,7 +403,7 @@ def constant(data: Any, dtype: DType | str | None = None, name: str | None = Non
     """A constant Value from anything that numpy can convert. Without `dtype`, Python floats become f32, complex numbers c64 and
     ints i64."""
     try:
-        array = np.asarray(data, None if dtype is None else as_dtype(dtype).numpy)
+        array = np.asarray(unmasked("a constant", data), None if dtype is None else as_dtype(dtype).numpy)
     except (ValueError, OverflowError, TypeError) as e:  # complex for real, ragged lists, text, integers past the dtype's range
         kind = "" if dtype is None else f" of {as_dtype(dtype)}"
         raise DTypeError(f"a constant{kind} cannot hold {data!r:.60}: {e}") from e

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlx.driver.foreign import DeviceArray, detached, on_host
-from rlx.errors import BindingError, InputDTypeError, InputShapeError, MissingInputError, UnknownNameError, known, utf8
+from rlx.errors import BindingError, InputDTypeError, InputShapeError, MissingInputError, UnknownNameError, known, unmasked, utf8
 from rlx.ir.dtype import DType, as_dtype, f16
 from rlx.ir.graph import Active
 from rlx.ir.program import BufferDecl
@@ -35,6 +35,7 @@ def fits(label: str, array: object, shape: Shape, adopt: Adopt | None = None) ->
     """`array` as an ndarray, or adopted by the device, of exactly this dtype and these dims. The error says what was expected and
     what was found."""
     try:
+        array = unmasked(label, array)
         found = array if isinstance(array, (np.ndarray, DeviceArray)) else adopt(detached(array)) if adopt else None
         found = on_host(array) if found is None else found
     except (ValueError, TypeError, RuntimeError, BufferError) as e:  # ragged lists; tensors that refuse to be numpy arrays

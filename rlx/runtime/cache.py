@@ -18,7 +18,7 @@ import numpy as np
 from rlx.compiler.options import CompileOptions
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
-from rlx.errors import BindingError, InputShapeError, OptionError, UnknownNameError, items, known, whole
+from rlx.errors import BindingError, InputShapeError, OptionError, UnknownNameError, items, known, unmasked, whole
 from rlx.forks import Lock
 from rlx.ir.graph import Graph
 from rlx.ir.shape import Dim
@@ -178,7 +178,7 @@ class Buckets(Shown, ABC):
         then."""
         if not isinstance(inputs, Mapping):
             raise BindingError(f"inputs are given by name, {{name: array}}; got {type(inputs).__name__}")
-        arrays = {name: np.asarray(a) for name, a in inputs.items()}
+        arrays = {name: np.asarray(unmasked(f"input {name!r}", a)) for name, a in inputs.items()}
         rows = self._rows(arrays)
         with self._lock:
             compiled = self.bucket(rows)

@@ -22,7 +22,7 @@ from rlx import knobs
 from rlx.compiler.options import CompileOptions
 from rlx.driver.device import Device
 from rlx.driver.foreign import DLPACK_CPU, detached, on_host
-from rlx.errors import BindingError, GraphError, OptionError, items, known
+from rlx.errors import BindingError, GraphError, OptionError, items, known, unmasked
 from rlx.forks import Lock
 from rlx.ir.dtype import DType, as_dtype
 from rlx.ir.graph import Graph, Value, constant
@@ -327,7 +327,7 @@ def _is_data(x: Any) -> bool:
 
 def _array(x: Any, name: str) -> Any:
     """A leaf as an array: numpy's, or one that its device adopts. Numbers of Python become f32, i64, bool or c64."""
-    if isinstance(x, (np.ndarray, Shape)):  # a Shape: of Jitted.compiled, which does not run
+    if isinstance(unmasked(name, x), (np.ndarray, Shape)):  # a Shape: of Jitted.compiled, which does not run
         return x
     if isinstance(x, np.generic):  # before Python's numbers: np.float64 is a float
         return np.asarray(x)

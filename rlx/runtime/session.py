@@ -52,6 +52,8 @@ class Session(Shown):
         if transport is not None and not isinstance(transport, SymmetricTransport):
             raise OptionError(f"transport is a SymmetricTransport, got {type(transport).__name__}")
         self._backend = backend_of(self.device)
+        if self.threads:
+            self.target()  # OptionError: too many
         if isinstance(self._backend, Opening):
             self._backend.begin(self.device.index)
 

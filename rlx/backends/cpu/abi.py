@@ -10,7 +10,6 @@ import ctypes
 from rlx.host.abi import I32, I64, P
 from rlx.records import record
 
-MAX_THREADS = 1024
 MAX_TASKS = 1 << 31
 MAX_CPUS = 1024  # CPUs with higher numbers are never marked as pinned
 MAX_PARTS = 64  # of a group's tasks; of more threads, some share a part

@@ -20,13 +20,13 @@ from typing import BinaryIO
 import numpy as np
 
 from rlx import knobs
-from rlx.backends.cpu.abi import ATTEND, MAX_PARTS, MAX_THREADS, Control, Rendered, Run, Step
+from rlx.backends.cpu.abi import ATTEND, MAX_PARTS, Control, Rendered, Run, Step
 from rlx.backends.cpu.executable import SCRATCH_ALIGNMENT, CpuArtifact
 from rlx.backends.cpu.table import joins, quiet, tasks_after
 from rlx.errors import CompileError, DeviceUnavailableError, Unsupported, writing
 from rlx.host.builtin import futex_call
 from rlx.host.jit import compile_object
-from rlx.host.processor import ARM, missing_features, plain_target
+from rlx.host.processor import ARM, MAX_THREADS, missing_features, plain_target
 from rlx.ir.program import BufferDecl, OutputDecl, Region
 from rlx.ir.program import Step as ProgramStep
 

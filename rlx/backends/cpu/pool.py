@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from rlx.backends.cpu.abi import ATTEND, MAX_CPUS, MAX_PARTS, MAX_TASKS, MAX_THREADS, Control, Run, Step
+from rlx.backends.cpu.abi import ATTEND, MAX_CPUS, MAX_PARTS, MAX_TASKS, Control, Run, Step
 from rlx.backends.cpu.memory import allocate
 from rlx.errors import OptionError
 from rlx.forks import Lock, each_in_child
 from rlx.host.builtin import METH_NOARGS, MethodDef, address_of, builtin, futex_call
 from rlx.host.jit import Library, kept_object
-from rlx.host.processor import usable_cpus
+from rlx.host.processor import MAX_THREADS, usable_cpus
 
 # How long a thread spins before it sleeps, between runs and within one: no longer than a wake-up takes. Spinning uses up the
 # thread's share of the CPU, so that the system may preempt it later, in the middle of a task.
