@@ -101,3 +101,17 @@ def test_rows_that_are_one_vector_are_not_divided() -> None:
     assert not divided(joined, (50, 3), (50, 2), (50, 3))
     assert not divided(lambda *v: rlx.exp(joined(*v)), (50, 3), (50, 4))
     assert not divided(lambda x: x * 2, (50, 33))
+
+
+@every_target
+@pytest.mark.parametrize("seed", range(30))
+def test_dims_that_are_contiguous_are_one_loop(target, seed: int) -> None:
+    """Slices with steps, and transposes of outer dims, whose rows are whole blocks of memory."""
+    draw = Draw(seed)
+    dims, dtype = (*draw.dims(400), *draw.choice(((), (1,), (3,), (5, 1), (4, 7)))), as_dtype(draw.choice(DTYPES))
+    x, axes = draw.array(dims, dtype), list(range(len(dims)))
+    parts = tuple(slice(draw.randrange(n), None, draw.choice((1, 1, 2, 3))) for n in dims[: draw.randint(1, len(dims))])
+    check(lambda v: rlx.copy(v[parts]), x[parts], [x], target)
+    at = draw.randint(1, len(dims))
+    axes[:at] = draw.sample(axes[:at], at)
+    check(lambda v: rlx.copy(rlx.transpose(v, axes=tuple(axes))), np.transpose(x, axes), [x], target)

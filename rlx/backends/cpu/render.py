@@ -10,12 +10,12 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.bits import moved_as_bits
-from rlx.backends.cpu.boxes import in_boxes
+from rlx.backends.cpu.boxes import Boxes, in_boxes
 from rlx.backends.cpu.kernels import attention, contract, grouped, quant, tiles
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided
 from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, other_tasks
@@ -26,14 +26,15 @@ from rlx.backends.cpu.loops import (  # isort: skip
 from rlx.backends.cpu.scope import Prefetch, Scope, expr, limit_of
 from rlx.backends.cpu.transpose import Crossing, collapsed, crossing, emit_tiles
 from rlx.backends.cpu.updates import updated_in_place
-from rlx.backends.shared.nest import Dims, distinct, nested, stores
+from rlx.backends.shared.nest import Dims, distinct, joined, nested, stores
 from rlx.backends.shared.rounding import in_fewer
 from rlx.host.emit import STREAMS, Emitter, V
 from rlx.host.processor import fetches_ahead
 from rlx.records import record
 
 from rlx.ir.kernel import (  # isort: skip
-    Buffer, Contract, Kernel, Load, Local, Loop, Native, Operand, Stmt, Var, coefficient, expressions, loaded_buffers, walk,
+    Buffer, Contract, Kernel, Load, Local, Loop, Native, Operand, Stmt, Store, Var,
+    coefficient, expressions, loaded_buffers, walk,
 )  # fmt: skip
 from rlx.ir.target import Target
 
@@ -98,7 +99,7 @@ def _render_loops(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[s
     if 0 not in space.extents:
         limits = [limit_of(v, n, kernel, scope) for v, n in zip(space.vars, space.extents)]
         wanted = tiling.get("tasks", task_count(work_ns(kernel, target), target.threads))
-        spaces = spaces_of(kernel, target, wanted)
+        spaces = [x if kernel.limits else x.joined() for x in spaces_of(kernel, target, wanted)]
         works = [x.weight_ns(target) for x in spaces]
         tasks = _emit_spaces([x.tiled(kernel, target, scope.streams) for x in spaces], works, scope, wanted, limits)
     if STREAMS in e.declarations and any(f.startswith("triple=x86") for f in target.features):
@@ -140,6 +141,13 @@ class Space:
             vector, body = loop.vector, loop.body
         return Space(tuple(v for v, _ in dims), tuple(n for _, n in dims), body, vector)
 
+    def joined(self) -> Space:
+        """The same space with adjacent dims as one where all memory is contiguous over both, and without dims of 1."""
+        if not self.vector or not all(isinstance(s, Store) for s in self.body):
+            return self
+        dims, body = joined(list(zip(self.vars, self.extents)), self.body)
+        return replace(self, vars=tuple(v for v, _ in dims), extents=tuple(n for _, n in dims), body=body)
+
     def tiled(self, kernel: Kernel, target: Target, streams: Collection[Buffer | Local] = ()) -> Space:
         """The same space, tiled if the kernel is a transposing loop."""
         if not self.vector or kernel.limits:
@@ -175,14 +183,20 @@ class Space:
         return math.prod(self.extents) * work / (lanes if self.vector else 1) * WEIGHT_NS
 
 
+@lru_cache(16)
+def _boxes(kernel: Kernel, vector_bytes: int) -> Boxes | None:
+    """The boxes of the kernel's space; None if it is not divided. Its estimates and its code need them, one after the other."""
+    space = Space.of(kernel)
+    dims = list(zip(space.vars, space.extents))
+    return in_boxes(dims, space.body, vector_bytes) if space.vector and not kernel.limits else None
+
+
 def spaces_of(kernel: Kernel, target: Target, wanted: int = 1) -> list[Space]:
     """The spaces of the kernel: one for each box of indices, or one for all boxes of a point of the dims that are not divided, if
     these dims are enough for the wanted tasks."""
-    space = Space.of(kernel)
-    dims = list(zip(space.vars, space.extents))
-    found = in_boxes(dims, space.body, target.vector_bytes) if space.vector and not kernel.limits else None
+    found = _boxes(kernel, target.vector_bytes)
     if found is None:
-        return [space]
+        return [Space.of(kernel)]
     together = math.prod(n for _, n in found.outer) >= wanted
     return [Space.around(found.outer, nest) for nest in ([found.nest] if together else [(s,) for s in found.nest])]
 
