@@ -10,6 +10,7 @@ import threading
 
 import bytecode
 import pytest
+import shared_code
 from hypothesis import HealthCheck, settings
 
 os.environ["RLX_CACHE"] = "0"  # also of the processes that tests start
@@ -30,6 +31,7 @@ if hasattr(found := sys.modules.get("hypothesis.internal.conjecture.providers"),
     setattr(found, "_get_local_constants", lambda: found._local_constants)  # noqa: B010  of no module
 
 bytecode.share()
+shared_code.share()
 
 LONG = (  # files that take long, the longest first
     "language", "ops", "aarch64", "cuda_kernels", "tensor_parallel", "ranks_mpi", "generated_code", "experts", "c_backend",
@@ -79,6 +81,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     bytecode.remove()
+    shared_code.remove()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,6 +89,13 @@ def frozen() -> None:
     """Tests that collect garbage need not look at the objects of all modules, which takes half a second each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def own_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLVM and NVRTC compile each text anew."""
+    for module, (name, function) in shared_code.OWN.items():
+        monkeypatch.setattr(module, name, function)
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from rlx.host.jit import Library, assembly, compile_object, load
 from rlx.host.once import at_once
 from rlx.ir.target import Target
 
+pytestmark = pytest.mark.usefixtures("own_compilers")
 HOST = cpu.host_target(1)
 ADD = "define i64 @add_{n}(i64 %x) {{\n  %y = add i64 %x, {n}\n  ret i64 %y\n}}\n"
 ROOTS = """

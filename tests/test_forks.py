@@ -22,6 +22,7 @@ from rlx.host import llvm
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="the system forks no processes"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of forking with threads about
+    pytest.mark.usefixtures("own_compilers"),
 ]
 
 FORKED = """

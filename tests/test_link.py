@@ -17,7 +17,10 @@ from rlx.host import processor
 from rlx.host.jit import Library, _Linked, compile_object
 from rlx.host.link import Foreign, Image
 
-pytestmark = pytest.mark.skipif((sys.platform, platform.machine()) != ("linux", "x86_64"), reason="elsewhere LLVM links")
+pytestmark = [
+    pytest.mark.skipif((sys.platform, platform.machine()) != ("linux", "x86_64"), reason="elsewhere LLVM links"),
+    pytest.mark.usefixtures("own_compilers"),
+]
 HOST = cpu.host_target(1)
 CALLS = """
 @table = private constant [4 x double] [double 1.5, double -2.0, double 4.0, double 8.0]
