@@ -23,6 +23,7 @@ from rlx.ir.target import Target
 
 Function = Callable[..., Expr]
 PAGE, POISON = mmap.PAGESIZE, 0xCB
+PROTECT = ctypes.CDLL(None).mprotect  # making a CDLL makes a class, too
 TRIPLE = machine_of(host_target(1))[0]
 TARGETS: dict[str, Target] = {"host": host_target(1)}  # and a narrower CPU whose code this one can run
 if TRIPLE.startswith("x86_64") and not missing_features(target_for(TRIPLE, "x86-64-v3").features):
@@ -35,7 +36,7 @@ def fenced(nbytes: int, at_end: bool) -> np.ndarray:
     whole = np.frombuffer(mmap.mmap(-1, (pages + 2) * PAGE), np.uint8)
     whole[:] = POISON
     for page in (0, pages + 1):
-        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(whole.ctypes.data + page * PAGE), PAGE, 0) == 0
+        assert PROTECT(ctypes.c_void_p(whole.ctypes.data + page * PAGE), PAGE, 0) == 0
     start = (pages + 1) * PAGE - nbytes if at_end else PAGE
     return whole[start : start + nbytes]
 

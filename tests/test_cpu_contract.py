@@ -66,6 +66,7 @@ GROUPS = {  # dtypes -> (feature, number of products that its instruction sums),
     "bf16": (("avx512bf16", 2), ("bf16", 4)), "u8 i8": (("avx512vnni", 4), ("i8mm", 8), ("dotprod", 4)),
 }  # fmt: skip
 PAGE = mmap.PAGESIZE
+PROTECT = ctypes.CDLL(None).mprotect  # making a CDLL makes a class, too
 Arrays = dict[str, np.ndarray]
 DTypes = tuple[DType, DType, DType]  # of a, b and the result
 
@@ -83,9 +84,8 @@ class Fenced:
         whole[:] = 0xFF
         start = (pages + 1) * PAGE - nbytes if at_end else PAGE
         self.data = whole[start : start + nbytes]
-        protect = ctypes.CDLL(None).mprotect
         for page in (0, pages + 1):
-            assert protect(ctypes.c_void_p(whole.ctypes.data + page * PAGE), PAGE, 0) == 0
+            assert PROTECT(ctypes.c_void_p(whole.ctypes.data + page * PAGE), PAGE, 0) == 0
         self.address = whole.ctypes.data + start
 
     def array(self, value: np.ndarray) -> np.ndarray:
