@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import IntEnum
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
+from inspect import unwrap
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -64,6 +65,20 @@ class Loaded(str):
         return self.number
 
 
+def counted(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """A function of the driver: one thread at a time, counted, and with the answer that a test has set for it."""
+    name = function.__name__
+
+    @wraps(function)
+    def call(self: FakeDriver, *given: Any) -> tuple[Any, ...]:
+        with self._lock:
+            self.calls[name] += 1
+            status: Any = self.answers.get(name, OK)
+            return function(self, *given) if status == OK else (status,)
+
+    return call
+
+
 class FakeDriver:
     """`devices`: compute capability of each GPU. `memory`: bytes of a GPU. `kernels`: by name. `calls`: number by function.
     `grants`: how many allocations succeed from now on; None: all that there is room for."""
@@ -92,19 +107,6 @@ class FakeDriver:
         self._entries: list[Any] = []
         self._lock = threading.RLock()
         self._recording: dict[str, list[Callable[[], None]]] = {}  # by stream
-
-    def __getattribute__(self, name: str) -> Any:
-        found = object.__getattribute__(self, name)
-        if not name.startswith("cu") or not callable(found):
-            return found
-
-        def call(*given: Any) -> tuple[Any, ...]:
-            with self._lock:
-                self.calls[name] += 1
-                status: Any = self.answers.get(name, OK)
-                return found(*given) if status == OK else (status,)  # type: ignore[reportReturnType]
-
-        return call
 
     # -- devices
 
@@ -371,7 +373,7 @@ class FakeDriver:
 
     def cuGetProcAddress(self, name: bytes, version: int, flags: int) -> tuple[Any, ...]:
         """For machine code, with handles as pointers."""
-        count = getattr(type(self), name.decode()).__code__.co_argcount - 1
+        count = unwrap(getattr(type(self), name.decode())).__code__.co_argcount - 1
         call = lambda *given: int(getattr(self, name.decode())(*given)[0])  # noqa: E731
         made = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * count)(call)
         self._entries.append(made)
@@ -489,6 +491,11 @@ class FakeDriver:
     def rlx_tell(self, to: int, source: int, nbytes: int, told: int, now: int) -> None:
         ctypes.memmove(to, source, nbytes)
         words(told, 1)[0] = now
+
+
+for _name, _function in list(vars(FakeDriver).items()):
+    if _name.startswith("cu"):
+        setattr(FakeDriver, _name, counted(_function))
 
 
 fails = lru_cache(1024)(may_fail)  # asked again at every launch
