@@ -267,11 +267,12 @@ def _same_position(index: np.ndarray, start: View, tiles: int) -> bool:
 def _of_views(views: Sequence[View], at: AttentionLaunch, position: int) -> Iterator[Access]:
     """The queries of each tile, and the rows of its new keys and values."""
     for n, view in enumerate(views):
-        index = np.full(view.dims, view.offset)
+        index = np.full((1,) * 4, view.offset)
         for axis, (size, stride) in enumerate(zip(view.dims, view.strides)):
-            index = index + (np.arange(size) * stride).reshape([-1 if a == axis else 1 for a in range(4)])
-        if n:
-            index = index[:, :, position : position + views[0].dims[2]]
+            places = np.arange(size)
+            if n and axis == 2:
+                places = places[position : position + views[0].dims[2]]
+            index = index + (places * stride).reshape([-1 if a == axis else 1 for a in range(4)])
         yield view.buffer, False, index.reshape(at.tiles, -1)
 
 
