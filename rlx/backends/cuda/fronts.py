@@ -269,9 +269,7 @@ def _of_views(views: Sequence[View], at: AttentionLaunch, position: int) -> Iter
     for n, view in enumerate(views):
         index = np.full((1,) * 4, view.offset)
         for axis, (size, stride) in enumerate(zip(view.dims, view.strides)):
-            places = np.arange(size)
-            if n and axis == 2:
-                places = places[position : position + views[0].dims[2]]
+            places = np.arange(size)[position : position + views[0].dims[2]] if n and axis == 2 else np.arange(size)
             index = index + (places * stride).reshape([-1 if a == axis else 1 for a in range(4)])
         yield view.buffer, False, index.reshape(at.tiles, -1)
 

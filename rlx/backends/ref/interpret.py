@@ -159,7 +159,7 @@ class _Chunk:
         return self.status
 
     def along(self, values: np.ndarray, axis: int) -> np.ndarray:
-        return values.reshape([-1 if a == axis else 1 for a in range(self.rank)])
+        return values.reshape((1,) * axis + (-1,) + (1,) * (self.rank - axis - 1))
 
     @contextmanager
     def scope(self, axes: int, size: int) -> Iterator[None]:
@@ -341,7 +341,7 @@ class _Chunk:
         owner = self.owners.setdefault(buffer, np.full(buffer.size, -1))
         before = owner[index]
         owner[index] = point
-        if ((before != -1) & (before != point)).any() or (owner[index] != point).any():
+        if np.count_nonzero((before != -1) & (before != point)) or np.count_nonzero(owner[index] != point):
             self.broken(f"two grid points write one element of {buffer.name}")
 
     # -- expressions
@@ -353,14 +353,16 @@ class _Chunk:
         """The expression at every point, in its compute dtype: an array of rank `rank`."""
         if isinstance(e, K.Var):
             return self.env[e]
-        if isinstance(e, K.Const):
-            return self.full(e.value, e.dtype.compute.numpy)
         for scope in reversed(self.scopes):
-            if id(e) in scope:
-                return scope[id(e)]
-        out = self.load(e) if isinstance(e, Load) else compute(e.op, [(self.value(a), a.dtype) for a in e.args], e.dtype)
-        self.scopes[-1][id(e)] = out
+            if (known := scope.get(id(e))) is not None:
+                return known
+        self.scopes[-1][id(e)] = out = self.made(e)
         return out
+
+    def made(self, e: Expr) -> np.ndarray:
+        if isinstance(e, K.Alu):
+            return compute(e.op, [(self.value(a), a.dtype) for a in e.args], e.dtype)
+        return self.load(e) if isinstance(e, Load) else self.full(e.value, e.dtype.compute.numpy)
 
     def load(self, e: Load) -> np.ndarray:
         index, guard = self.place(e, "reads")
@@ -370,7 +372,7 @@ class _Chunk:
         out = convert(memory[at], e.buffer.dtype, e.dtype)
         if isinstance(e.buffer, Buffer) and (owner := self.owners.get(e.buffer)) is not None:
             foreign = (owner[at] != -1) & (owner[at] != self.point)
-            if (foreign if guard is None else foreign & guard).any():
+            if np.count_nonzero(foreign if guard is None else foreign & guard):
                 self.broken(f"one grid point reads an element that another wrote in {e.buffer.name}")
         return out if guard is None else np.where(guard, out, np.zeros((), out.dtype))
 
@@ -394,10 +396,9 @@ class _Chunk:
         return self.locals[buffer], (self.point - self.point.flat[0], row, index)
 
     def bounds(self, buffer: Buffer | Local, index: np.ndarray, guard: np.ndarray | None, does: str) -> None:
-        outside = (index < 0) | (index >= buffer.size)
-        if guard is not None:
-            outside = outside & guard
-        if outside.any():
+        outside = index.view(np.uint64) >= np.uint64(buffer.size)  # a negative index, too, is a large one
+        outside = outside if guard is None else outside & guard
+        if np.count_nonzero(outside):  # for small arrays a tenth of the time of any()
             at = np.broadcast_to(index, outside.shape)[outside].flat[0]
             self.broken(f"{does} {buffer.name}[{at}], which has {buffer.size} elements")
 
