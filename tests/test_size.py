@@ -9,6 +9,7 @@ import ast
 import io
 import tokenize
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,9 @@ _NO_CODE = {
 }
 
 
+parsed = cache(ast.parse)  # by text: several tests look at each file
+
+
 def docstring_lines(tree: ast.AST) -> set[int]:
     """Lines of strings that stand alone as statements."""
     lines: set[int] = set()
@@ -39,19 +43,20 @@ def docstring_lines(tree: ast.AST) -> set[int]:
     return lines
 
 
+@cache
 def code_lines(source: str) -> set[int]:
     """Numbers of the lines that hold code."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    return lines - docstring_lines(ast.parse(source))
+    return lines - docstring_lines(parsed(source))
 
 
 def long_functions(source: str) -> list[str]:
     lines = code_lines(source)
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             count = len(lines & set(range(node.lineno, (node.end_lineno or node.lineno) + 1)))
             if count > FUNCTION:
@@ -87,6 +92,7 @@ def test_files_and_functions_stay_readable(file):
     source = file.read_text()
     lines = source.count("\n")
     assert lines <= FILE_HARD, f"{file.name} has {lines} lines: split it"
-    reason = ast.get_docstring(ast.parse(source)) or ""
+    reason = ast.get_docstring(parsed(source)) or ""
     assert lines <= FILE_SOFT or "500 lines" in reason, f"{file.name} has {lines} lines and does not say why it is over 500 lines"
-    assert not long_functions(source), "\n".join(long_functions(source))
+    long = long_functions(source)
+    assert not long, "\n".join(long)
