@@ -34,11 +34,12 @@ bytecode.share()
 shared_code.share()
 
 LONG = (  # files that take long, the longest first
-    "language", "ops", "aarch64", "cuda_kernels", "tensor_parallel", "ranks_mpi", "generated_code", "experts", "c_backend",
-    "cuda_residency", "padding", "cli", "ranks_shm", "cuda", "expert_budget", "cpu_attention", "artifact_models", "cpu_amx",
-    "kernel_texts", "expert_residency", "cpu_contract", "limits", "cuda_blocks", "tune", "generate", "explain_command", "launch",
-    "verifying", "models", "add_an_op_doc", "cuda_narrow", "chat", "onnx_backend", "convolution", "bench", "cuda_executable",
-    "memory", "docs", "cpu_conv", "cpu_quant", "forks", "collectives", "export_c", "int8",
+    "language", "ops", "aarch64", "cuda_kernels", "tensor_parallel", "ranks_mpi", "padding", "cuda", "experts",
+    "generated_code", "ranks_shm", "cpu_attention", "c_backend", "cli", "cpu_contract", "lines", "cuda_residency",
+    "cuda_blocks", "expert_budget", "cpu_amx", "cuda_chain", "expert_residency", "launch", "limits", "generate", "cuda_narrow",
+    "artifact_models", "add_an_op_doc", "convolution", "models", "kernel_texts", "explain_command", "onnx_backend", "tune",
+    "cpu_quant", "chat", "cpu_conv", "verifying", "int8", "cuda_networks", "bench", "memory", "crossing", "docs", "forks",
+    "collectives", "package", "graph_collectives", "cuda_executable", "onnx_models", "export_c", "cuda_decode", "emulated_amx",
 )  # fmt: skip
 
 

@@ -359,7 +359,7 @@ class _Chunk:
         self.scopes[-1][id(e)] = out = self.made(e)
         return out
 
-    def made(self, e: Expr) -> np.ndarray:
+    def made(self, e: K.Const | K.Alu | Load) -> np.ndarray:
         if isinstance(e, K.Alu):
             return compute(e.op, [(self.value(a), a.dtype) for a in e.args], e.dtype)
         return self.load(e) if isinstance(e, Load) else self.full(e.value, e.dtype.compute.numpy)
