@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,13 +27,13 @@ def once(make: Callable[..., bytes]) -> Callable[..., bytes]:
     @wraps(make)
     def kept(*args: Any, **named: Any) -> bytes:
         given = repr((make.__module__, args, named))
-        path = Path(os.environ[FOLDER], hashlib.sha256(given.encode()).hexdigest())
-        with suppress(FileNotFoundError):
-            return path.read_bytes()
-        made = make(*args, **named)
-        part = path.with_suffix(f".{os.urandom(8).hex()}")
-        part.write_bytes(made)
-        part.rename(path)  # other processes see all of it or nothing
+        path = f"{os.environ[FOLDER]}/{hashlib.sha256(given.encode()).hexdigest()}"
+        with suppress(FileNotFoundError), open(path, "rb", buffering=0) as file:
+            return file.read()
+        made, part = make(*args, **named), f"{path}.{os.urandom(8).hex()}"
+        with open(part, "wb") as file:
+            file.write(made)
+        os.rename(part, path)  # other processes see all of it or nothing
         return made
 
     return kept
