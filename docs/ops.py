@@ -158,8 +158,9 @@ def signature(op: OpDef, method: bool) -> str:
     for name, hint in attribute_types(op.attrs).items() if op.attrs else ():
         default = defaults[name]
         plain = isinstance(default, (int, float, str, tuple, NoneType)) and repr(default) not in ("inf", "-inf")
+        none = " | None" if default == () else ""  # OpDef.make_attrs takes it for ()
         attributes.append(
-            f"{name}: {given_text(hint)}" + ("" if default is MISSING else f" = {default!r}" if plain else " = ...")
+            f"{name}: {given_text(hint)}{none}" + ("" if default is MISSING else f" = {default!r}" if plain else " = ...")
         )
     star = [] if open_ else ["*"]
     return ", ".join([*operands, *attributes, *star, "shape: Any = None", "name: str | None = None"])

@@ -94,6 +94,12 @@ AS_NUMPY: dict[str, Callable[..., Any]] = {
     "var": lambda x, y, i: np.var(x, axis=(0, 2), ddof=1), "std": lambda x, y, i: x.std(axis=1, keepdims=True),
     "sum": lambda x, y, i: np.sum(x, axis=1, keepdims=True), "max": lambda x, y, i: x.max(axis=1),
     "mean": lambda x, y, i: x.mean(),
+    "sum of all": lambda x, y, i: x.sum(axis=None), "max of all": lambda x, y, i: np.max(x, axis=None, keepdims=True),
+    "sum over no axis": lambda x, y, i: np.sum(x, axis=()), "argmax of all": lambda x, y, i: np.argmax(x),
+    "argmin of all": lambda x, y, i: np.argmin(x, keepdims=True), "argmax": lambda x, y, i: np.argmax(x, 1, keepdims=True),
+    "cumsum of all": lambda x, y, i: np.cumsum(x), "cumprod": lambda x, y, i: np.cumprod(y, axis=0),
+    "transpose": lambda x, y, i: np.transpose(x, axes=None), "pad": lambda x, y, i: np.pad(x, 2),
+    "pad each": lambda x, y, i: np.pad(y, ((1, 0), (0, 3)), constant_values=2.5), "pad ends": lambda x, y, i: np.pad(y, (1, 2)),
     "sort": lambda x, y, i: np.sort(x, axis=0), "clip": lambda x, y, i: np.clip(x, -0.5, 0.5), "exp": lambda x, y, i: np.exp(x),
     "logaddexp": lambda x, y, i: np.logaddexp(x, 1.0), "isfinite": lambda x, y, i: np.isfinite(x * np.float32(np.inf)),
     "zeros_like": lambda x, y, i: np.zeros_like(i),
@@ -112,6 +118,13 @@ def test_values_do_as_arrays_do(f: Callable[..., Any]) -> None:
     (found,), _ = evaluate(g, {"x": A, "y": B, "i": IDS})
     assert found.shape == want.shape and found.dtype == want.dtype
     np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("f", [np.nonzero, np.unique, lambda x: np.compress(x, x), lambda x: np.resize(x, (2, 2)),
+                               lambda x: np.pad(x, 1, mode="edge")])  # fmt: skip
+def test_functions_of_numpy_that_rlx_has_otherwise_are_refused(f: Callable[..., Any]) -> None:
+    with pytest.raises(GraphError, match="np.* of a Value"):
+        f(Graph("g").input("x", (4, 4), "f32"))
 
 
 OF_ARRAYS = {

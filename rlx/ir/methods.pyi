@@ -299,22 +299,22 @@ class Methods:
         """For each row (last dim) of x, the largest element t such that at least `amount` elements are >= t or, with
         `weighted`, such that the elements >= t sum to at least `amount`; -inf if the whole row falls short. NaN is never
         counted. Uses 32 counting passes instead of a sort."""
-    def sum(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    def sum(self, /, axis: int | Sequence[int] | None = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
         """Sum; 0 if empty. Integers wrap. Long f32 sums are computed in blocks: off by less than 2e-4, usually 1e-7, at any
         length."""
-    def prod(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    def prod(self, /, axis: int | Sequence[int] | None = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
         """Product; 1 if empty."""
-    def max(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    def max(self, /, axis: int | Sequence[int] | None = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
         """Maximum; NaN if any element is NaN; of 0 and -0 either one. If empty: -inf, or the least integer."""
-    def min(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    def min(self, /, axis: int | Sequence[int] | None = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
         """Minimum; NaN if any element is NaN; of 0 and -0 either one. If empty: inf, or the greatest integer."""
-    def any(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    def any(self, /, axis: int | Sequence[int] | None = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
         """True if any element is True; False if empty."""
-    def all(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    def all(self, /, axis: int | Sequence[int] | None = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
         """True if all elements are True; True if empty."""
-    def mean(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    def mean(self, /, axis: int | Sequence[int] | None = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
         """Arithmetic mean; NaN if empty."""
-    def variance(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, correction: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+    def variance(self, /, axis: int | Sequence[int] | None = (), keepdims: bool = False, correction: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
         """Variance, computed in two passes; the divisor is n - correction."""
     def softmax(self, /, axis: int = -1, *, shape: Any = None, name: str | None = None) -> Value:
         """exp(x) / sum(exp(x)) along `axis`, stable: the maximum is subtracted first. A row of only -inf is NaN."""
@@ -359,7 +359,7 @@ class Methods:
         """Inverse hyperbolic tangent; NaN if |x| > 1."""
     def broadcast_to(self, /, dims: Dims, *, shape: Any = None, name: str | None = None) -> Value:
         """Broadcasts to `dims`: repeats the operand along new leading dims and along its dims of size 1."""
-    def slice(self, /, starts: int | Sequence[int], stops: int | Sequence[int], steps: int | Sequence[int] = (), *, shape: Any = None, name: str | None = None) -> Value:
+    def slice(self, /, starts: int | Sequence[int], stops: int | Sequence[int], steps: int | Sequence[int] | None = (), *, shape: Any = None, name: str | None = None) -> Value:
         """Slices every dim: start, stop and step as in Python's slices, negative values counted from the end."""
     def split(self, /, parts: int | Sequence[int], axis: int = 0, *, shape: Any = None, name: str | None = None) -> tuple[Value, ...]:
         """Splits along `axis` into consecutive parts: `parts` equal ones, or parts of the given sizes."""
@@ -367,7 +367,7 @@ class Methods:
         """Removes the dims `axes`, which must be of size 1."""
     def unsqueeze(self, /, axes: int | Sequence[int], *, shape: Any = None, name: str | None = None) -> Value:
         """Inserts dims of size 1 at `axes` of the result."""
-    def windows(self, /, window: int | Sequence[int], axes: int | Sequence[int], strides: int | Sequence[int] = (), dilation: int | Sequence[int] = (), *, shape: Any = None, name: str | None = None) -> Value:
+    def windows(self, /, window: int | Sequence[int], axes: int | Sequence[int], strides: int | Sequence[int] | None = (), dilation: int | Sequence[int] | None = (), *, shape: Any = None, name: str | None = None) -> Value:
         """Sliding windows along `axes`: each of these dims counts the windows, which are `strides` apart, and new last dims,
         one per axis, hold the elements of a window, which are `dilation` apart. A dim too small for a window is refused."""
     def leaky_relu(self, slope: float=0.01) -> Value: """x where x > 0, else x * slope."""

@@ -234,7 +234,7 @@ class OpDef:
         if extra := sorted(set(given) - set(types)):
             raise AttributeValueError(f"{self.name} has no attribute {', '.join(extra)}; it has: {', '.join(types)}")
         try:
-            made = self.attrs(**{name: _LOOSE.get(types[name], lambda x: x)(value) for name, value in given.items()})
+            made = self.attrs(**{name: self._loose(name, types[name], value) for name, value in given.items()})
         except GraphError as e:
             raise type(e)(f"{self.name}: {e}") from None
         except TypeError as e:
@@ -242,6 +242,11 @@ class OpDef:
         if wrong := self.attribute_faults(made):
             raise AttributeValueError("; ".join(wrong))
         return made
+
+    def _loose(self, name: str, hint: Any, value: Any) -> Any:
+        if value is None and self.attrs.__dict__.get(name) == ():
+            return ()  # as in numpy: all axes, or whatever else an empty tuple means
+        return _LOOSE.get(hint, lambda x: x)(value)
 
     def attribute_faults(self, attrs: Attrs | None) -> list[str]:
         """Type errors of an attribute record and of the values in it, as messages."""

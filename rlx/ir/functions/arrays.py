@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -435,7 +435,52 @@ def _take(x: Value, indices: object, axis: int | None = None) -> Value:
     return ops.reshape(x, dims=-1)[indices] if axis is None else x[(slice(None),) * own_axis(x, axis) + (indices,)]
 
 
+def _pad(x: Value, pad_width: Any, mode: str = "constant", constant_values: Any = 0) -> Value:
+    if mode != "constant":
+        raise GraphError(f"np.pad of a Value has mode 'constant', got {mode!r}")
+    try:
+        low, high = np.broadcast_to(np.asarray(pad_width), (x.rank, 2)).T.tolist()
+    except ValueError:
+        raise ShapeError(f"np.pad: pad_width is a number, (before, after), or one such pair for each of {x.rank} dims") from None
+    return ops.pad(x, low=low, high=high, value=constant_values)
+
+
+def _over_all(reduced: Any) -> Any:
+    """A reduction for which, as in numpy, `axis=()` means no axis."""
+    return lambda x, axis=None, *more, **options: x if axis == () else reduced(x, axis, *more, **options)
+
+
+def _best(found: Any) -> Any:
+    """argmax or argmin; without an axis, of all elements."""
+
+    def run(x: Value, axis: int | None = None, *, keepdims: bool = False) -> Value:
+        if axis is not None:
+            return found(x, axis=axis, keepdims=keepdims)
+        made = found(ops.reshape(x, dims=-1))
+        return ops.reshape(made, dims=(1,) * x.rank) if keepdims else made
+
+    return run
+
+
+def _running(made: Any) -> Any:
+    """cumsum or cumprod; without an axis, of all elements."""
+    return lambda x, axis=None: made(ops.reshape(x, dims=-1)) if axis is None else made(x, axis=axis)
+
+
+def _refused(name: str, use: str) -> Any:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise GraphError(f"np.{name} of a Value, whose elements are not known before a run; use {use}")
+
+    return refuse
+
+
 FUNCTIONS |= {
+    **{f"numpy.{f.__name__}": _over_all(f) for f in (ops.sum, ops.prod, ops.max, ops.min, ops.mean, ops.any, ops.all)},
+    **{f"numpy.{f.__name__}": _best(f) for f in (ops.argmax, ops.argmin)},
+    **{f"numpy.{f.__name__}": _running(f) for f in (ops.cumsum, ops.cumprod)},
+    **{f"numpy.{n}": _refused(n, f"rlx.{n}, which has other arguments and results") for n in (
+        "nonzero", "unique", "compress", "resize")},
+    "numpy.pad": _pad,
     "numpy.sort": _sort, "numpy.argsort": _argsort, "numpy.split": _split, "numpy.where": _where, "numpy.take": _take,
     "numpy.ravel": lambda x: ops.reshape(x, dims=-1), "numpy.shape": lambda x: x.dims, "numpy.ndim": lambda x: x.rank,
     "numpy.reshape": lambda x, shape: ops.reshape(x, dims=shape),

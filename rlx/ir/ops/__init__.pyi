@@ -290,22 +290,22 @@ def threshold(x: Operand, amount: Operand, /, weighted: bool = False, *, shape: 
     """For each row (last dim) of x, the largest element t such that at least `amount` elements are >= t or, with `weighted`,
     such that the elements >= t sum to at least `amount`; -inf if the whole row falls short. NaN is never counted. Uses 32
     counting passes instead of a sort."""
-def sum(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+def sum(x: Operand, /, axis: int | Sequence[int] | None = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
     """Sum; 0 if empty. Integers wrap. Long f32 sums are computed in blocks: off by less than 2e-4, usually 1e-7, at any
     length."""
-def prod(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+def prod(x: Operand, /, axis: int | Sequence[int] | None = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
     """Product; 1 if empty."""
-def max(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+def max(x: Operand, /, axis: int | Sequence[int] | None = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
     """Maximum; NaN if any element is NaN; of 0 and -0 either one. If empty: -inf, or the least integer."""
-def min(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+def min(x: Operand, /, axis: int | Sequence[int] | None = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
     """Minimum; NaN if any element is NaN; of 0 and -0 either one. If empty: inf, or the greatest integer."""
-def any(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+def any(x: Operand, /, axis: int | Sequence[int] | None = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
     """True if any element is True; False if empty."""
-def all(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+def all(x: Operand, /, axis: int | Sequence[int] | None = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
     """True if all elements are True; True if empty."""
-def mean(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+def mean(x: Operand, /, axis: int | Sequence[int] | None = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
     """Arithmetic mean; NaN if empty."""
-def variance(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, correction: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+def variance(x: Operand, /, axis: int | Sequence[int] | None = (), keepdims: bool = False, correction: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
     """Variance, computed in two passes; the divisor is n - correction."""
 def softmax(x: Operand, /, axis: int = -1, *, shape: Any = None, name: str | None = None) -> Value:
     """exp(x) / sum(exp(x)) along `axis`, stable: the maximum is subtracted first. A row of only -inf is NaN."""
@@ -350,11 +350,11 @@ def atanh(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value
     """Inverse hyperbolic tangent; NaN if |x| > 1."""
 def reshape(x: Operand, /, dims: Dims, *, shape: Any = None, name: str | None = None) -> Value:
     """The same elements in row-major order with new dims; one of them may be -1 (inferred)."""
-def transpose(x: Operand, /, axes: int | Sequence[int] = (), *, shape: Any = None, name: str | None = None) -> Value:
+def transpose(x: Operand, /, axes: int | Sequence[int] | None = (), *, shape: Any = None, name: str | None = None) -> Value:
     """Permutes the dims: result dim i is operand dim axes[i]. Without axes, reverses them."""
 def broadcast_to(x: Operand, /, dims: Dims, *, shape: Any = None, name: str | None = None) -> Value:
     """Broadcasts to `dims`: repeats the operand along new leading dims and along its dims of size 1."""
-def slice(x: Operand, /, starts: int | Sequence[int], stops: int | Sequence[int], steps: int | Sequence[int] = (), *, shape: Any = None, name: str | None = None) -> Value:
+def slice(x: Operand, /, starts: int | Sequence[int], stops: int | Sequence[int], steps: int | Sequence[int] | None = (), *, shape: Any = None, name: str | None = None) -> Value:
     """Slices every dim: start, stop and step as in Python's slices, negative values counted from the end."""
 def split(x: Operand, /, parts: int | Sequence[int], axis: int = 0, *, shape: Any = None, name: str | None = None) -> tuple[Value, ...]:
     """Splits along `axis` into consecutive parts: `parts` equal ones, or parts of the given sizes."""
@@ -362,7 +362,7 @@ def squeeze(x: Operand, /, axes: int | Sequence[int], *, shape: Any = None, name
     """Removes the dims `axes`, which must be of size 1."""
 def unsqueeze(x: Operand, /, axes: int | Sequence[int], *, shape: Any = None, name: str | None = None) -> Value:
     """Inserts dims of size 1 at `axes` of the result."""
-def windows(x: Operand, /, window: int | Sequence[int], axes: int | Sequence[int], strides: int | Sequence[int] = (), dilation: int | Sequence[int] = (), *, shape: Any = None, name: str | None = None) -> Value:
+def windows(x: Operand, /, window: int | Sequence[int], axes: int | Sequence[int], strides: int | Sequence[int] | None = (), dilation: int | Sequence[int] | None = (), *, shape: Any = None, name: str | None = None) -> Value:
     """Sliding windows along `axes`: each of these dims counts the windows, which are `strides` apart, and new last dims, one
     per axis, hold the elements of a window, which are `dilation` apart. A dim too small for a window is refused."""
 
