@@ -134,10 +134,11 @@ def test_the_stubs_are_as_the_table_is() -> None:
 
 
 def test_signatures_of_constructors_name_operands_and_attributes() -> None:
-    found = {name: str(inspect.signature(getattr(rlx, name))) for name in ("gelu", "concat", "layer_norm", "reshape")}
+    found = {name: str(inspect.signature(getattr(rlx, name))) for name in ("gelu", "concat", "variance", "layer_norm", "reshape")}
     assert found == {
         "gelu": "(x, /, approximate='none', *, shape=None, name=None) -> 'Value'",
         "concat": "(*operands, axis=0, shape=None, name=None) -> 'Value'",
+        "variance": "(x, /, axis=(), keepdims=False, correction=0, *, shape=None, name=None) -> 'Value'",  # some are inherited
         "layer_norm": "(x, /, *affine, axis=-1, eps=1e-05, shape=None, name=None) -> 'Value'",
         "reshape": "(x, /, dims, *, shape=None, name=None) -> 'Value'",
     }

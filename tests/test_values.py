@@ -94,6 +94,7 @@ AS_NUMPY: dict[str, Callable[..., Any]] = {
     "var": lambda x, y, i: np.var(x, axis=(0, 2), ddof=1), "std": lambda x, y, i: x.std(axis=1, keepdims=True),
     "sum": lambda x, y, i: np.sum(x, axis=1, keepdims=True), "max": lambda x, y, i: x.max(axis=1),
     "mean": lambda x, y, i: x.mean(),
+    "var of all": lambda x, y, i: (x.var if isinstance(x, np.ndarray) else x.variance)(axis=None),
     "sum of all": lambda x, y, i: x.sum(axis=None), "max of all": lambda x, y, i: np.max(x, axis=None, keepdims=True),
     "sum over no axis": lambda x, y, i: np.sum(x, axis=()), "argmax of all": lambda x, y, i: np.argmax(x),
     "argmin of all": lambda x, y, i: np.argmin(x, keepdims=True), "argmax": lambda x, y, i: np.argmax(x, 1, keepdims=True),

@@ -83,7 +83,7 @@ def _signature(op: OpDef) -> Signature:
     names = op.operand_names
     many = any(name.startswith("*") for name in names)
     out = [_P(n[1:], _P.VAR_POSITIONAL) if n.startswith("*") else _P(n, _P.POSITIONAL_ONLY) for n in names]
-    defaults = op.attrs.__dict__ if op.attrs else {}
     for name in _attribute_names(op):
-        out.append(_P(name, _P.KEYWORD_ONLY if many else _P.POSITIONAL_OR_KEYWORD, default=defaults.get(name, _P.empty)))
+        default = getattr(op.attrs, name, _P.empty)
+        out.append(_P(name, _P.KEYWORD_ONLY if many else _P.POSITIONAL_OR_KEYWORD, default=default))
     return Signature([*out, *(_P(name, _P.KEYWORD_ONLY, default=None) for name in ("shape", "name"))], return_annotation="Value")

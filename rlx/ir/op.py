@@ -244,7 +244,7 @@ class OpDef:
         return made
 
     def _loose(self, name: str, hint: Any, value: Any) -> Any:
-        if value is None and self.attrs.__dict__.get(name) == ():
+        if value is None and getattr(self.attrs, name, None) == ():
             return ()  # as in numpy: all axes, or whatever else an empty tuple means
         return _LOOSE.get(hint, lambda x: x)(value)
 
