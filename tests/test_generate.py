@@ -100,6 +100,14 @@ def test_limits():
     assert generate(Script("abc"), [1], max_new_tokens=1).stats.decode_rate == 0
 
 
+def test_numbers_of_numpy_are_numbers():
+    """Settings often come out of arrays."""
+    asked = {"max_new_tokens": 4, "temperature": 0.5, "top_k": 3, "top_p": 0.75, "seed": 7}
+    given = {"max_new_tokens": np.int64(4), "temperature": np.float32(0.5), "top_k": np.int8(3), "top_p": np.float64(0.75)}
+    answers = [generate(Script("abcdef", flat=True), "x", **how).tokens for how in (asked, {**given, "seed": np.uint64(7)})]
+    assert answers[0] == answers[1]
+
+
 def test_an_interrupt_behind_the_last_token_does_not_lift_the_limit(monkeypatch):
     model = Script("one two three")
     answer = Generator(model, "x", max_new_tokens=3)

@@ -313,6 +313,7 @@ def test_tokens_that_do_not_fit(tmp_path):
     for bad, error in (
         (TOKENS[0, :2], IndexRangeError), ([VOCAB], IndexRangeError), ([-1], IndexRangeError), ([0.5], InputDTypeError),
         ([[1], [2]], InputShapeError), (np.zeros((1, 0), int), InputShapeError),
+        ([[1, 2], [3]], InputShapeError), ([], InputShapeError),
     ):  # fmt: skip
         with pytest.raises(error):
             model.step(bad)

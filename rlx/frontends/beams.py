@@ -6,6 +6,7 @@ Candidates, scores and the end of the search are those of transformers' generate
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -52,7 +53,7 @@ def beam_search(
     """
     ids, state, stop = prompt_tokens(model, prompt), model.handles, end_tokens(model, ends)
     beams, max_new_tokens = whole("beams", beams, 1), whole("max_new_tokens", max_new_tokens, 1)
-    if type(length_penalty) not in (int, float) or not -100 <= length_penalty <= 100:
+    if isinstance(length_penalty, bool) or not isinstance(length_penalty, Real) or not -100 <= length_penalty <= 100:
         raise OptionError(f"length_penalty is a number from -100 to 100, got {length_penalty!r}")
     if not ids or len(ids) + max_new_tokens - 1 > model.capacity:
         raise OptionError(f"{len(ids)} tokens of prompt and {max_new_tokens} new ones; the model's capacity is {model.capacity}")

@@ -406,8 +406,11 @@ class LanguageModel(Shown):
 
     def _checked(self, tokens: Any) -> np.ndarray:
         """i32 [batch, n]."""
-        chunk = np.asarray(tokens)
-        if chunk.dtype.kind not in "iu":
+        try:
+            chunk = np.asarray(tokens)
+        except ValueError as e:
+            raise InputShapeError(f"tokens are [{self.batch}, n], each row as long: {e}") from None
+        if chunk.dtype.kind not in "iu" and chunk.size:  # numpy takes [] for floats
             raise InputDTypeError(f"tokens are integers, got {chunk.dtype}")
         chunk = chunk[None] if chunk.ndim == 1 and self.batch == 1 else chunk
         if chunk.ndim != 2 or chunk.shape[0] != self.batch or not chunk.shape[1]:

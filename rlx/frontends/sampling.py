@@ -11,6 +11,7 @@ import math
 import secrets
 from dataclasses import fields
 from functools import lru_cache
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            number = isinstance(value, int if field.name == "top_k" else (int, float)) and not isinstance(value, bool)
+            number = isinstance(value, Integral if field.name == "top_k" else Real) and not isinstance(value, bool)
             low, high = LIMITS[field.name]
             if not number or not low <= value <= high:
                 kind = "whole number" if field.name == "top_k" else "number"
@@ -171,9 +172,11 @@ def checked_tokens(tokens: np.ndarray, vocab: int) -> np.ndarray:
 
 def checked_seed(seed: int | None) -> int:
     """The seed, 0 … 2^64 - 1; None: a random one. OptionError: not such a number."""
-    if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 64):
+    if seed is None:
+        return secrets.randbits(64)
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 1 << 64:
         raise OptionError(f"a seed is a whole number from 0 to 2^64 - 1, got {seed!r}")
-    return secrets.randbits(64) if seed is None else seed
+    return int(seed)
 
 
 # -- on logits of the host -------------------------------------------------------------------------------------------
