@@ -31,9 +31,6 @@ _NO_CODE = {
 }
 
 
-parsed = cache(ast.parse)  # by text: several tests look at each file
-
-
 def docstring_lines(tree: ast.AST) -> set[int]:
     """Lines of strings that stand alone as statements."""
     lines: set[int] = set()
@@ -43,20 +40,20 @@ def docstring_lines(tree: ast.AST) -> set[int]:
     return lines
 
 
-@cache
+@cache  # not of the trees: the garbage collector would look at them again and again
 def code_lines(source: str) -> set[int]:
     """Numbers of the lines that hold code."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    return lines - docstring_lines(parsed(source))
+    return lines - docstring_lines(ast.parse(source))
 
 
 def long_functions(source: str) -> list[str]:
     lines = code_lines(source)
     found = []
-    for node in ast.walk(parsed(source)):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             count = len(lines & set(range(node.lineno, (node.end_lineno or node.lineno) + 1)))
             if count > FUNCTION:
@@ -92,7 +89,7 @@ def test_files_and_functions_stay_readable(file):
     source = file.read_text()
     lines = source.count("\n")
     assert lines <= FILE_HARD, f"{file.name} has {lines} lines: split it"
-    reason = ast.get_docstring(parsed(source)) or ""
+    reason = ast.get_docstring(ast.parse(source)) or ""
     assert lines <= FILE_SOFT or "500 lines" in reason, f"{file.name} has {lines} lines and does not say why it is over 500 lines"
     long = long_functions(source)
     assert not long, "\n".join(long)
