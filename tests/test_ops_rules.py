@@ -463,3 +463,10 @@ def test_evaluate_checks_what_it_is_given(change, error, message):
     whole = {"inputs": {"delta": np.ones(3, F)}, "params": {"w": np.asarray(1, F)}, "handles": {}}
     with pytest.raises(error, match=message):
         evaluate(counter(), **(whole | change))
+
+
+@pytest.mark.parametrize("x, y, to", [("f32", "i64", "f32"), ("i64", "f32", "f32"), ("i32", "i64", "i64"), ("f16", "f32", "f32")])
+def test_the_cast_that_is_proposed_keeps_most(x: str, y: str, to: str) -> None:
+    g = Graph("g")
+    with pytest.raises(DTypeError, match=rf"operands are {x} and {y}; cast one of them: x.astype\('{to}'\)"):
+        g.input("x", (2,), x) * g.input("y", (2,), y)

@@ -23,8 +23,9 @@ MAX_FLOAT = sys.float_info.max
 def same_dtype(*shapes: Shape) -> None:
     """Checks that all operands have one dtype; the DTypeError says what to cast."""
     for s in shapes[1:]:
-        if s.dtype != shapes[0].dtype:
-            raise DTypeError(f"operands are {shapes[0].dtype} and {s.dtype}; cast one of them: x.astype({s.dtype.name!r})")
+        if s.dtype != (first := shapes[0].dtype):
+            to = max(s.dtype, first, key=lambda d: ("buifc".index(d.kind), d.bits))  # the one that loses least
+            raise DTypeError(f"operands are {first} and {s.dtype}; cast one of them: x.astype({to.name!r})")
 
 
 def pointwise(attrs: object, *shapes: Shape) -> Shape:
