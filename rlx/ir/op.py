@@ -243,7 +243,7 @@ class OpDef:
             raise AttributeValueError("; ".join(wrong))
         return made
 
-    def _loose(self, name: str, hint: Any, value: Any) -> Any:
+    def _loose(self, name: str, hint: object, value: object) -> object:
         if value is None and getattr(self.attrs, name, None) == ():
             return ()  # as in numpy: all axes, or whatever else an empty tuple means
         return _LOOSE.get(hint, lambda x: x)(value)

@@ -435,7 +435,7 @@ def _take(x: Value, indices: object, axis: int | None = None) -> Value:
     return ops.reshape(x, dims=-1)[indices] if axis is None else x[(slice(None),) * own_axis(x, axis) + (indices,)]
 
 
-def _pad(x: Value, pad_width: Any, mode: str = "constant", constant_values: Any = 0) -> Value:
+def _pad(x: Value, pad_width: int | Sequence[object], mode: str = "constant", constant_values: float = 0) -> Value:
     if mode != "constant":
         raise GraphError(f"np.pad of a Value has mode 'constant', got {mode!r}")
     try:
@@ -445,12 +445,12 @@ def _pad(x: Value, pad_width: Any, mode: str = "constant", constant_values: Any 
     return ops.pad(x, low=low, high=high, value=constant_values)
 
 
-def _over_all(reduced: Any) -> Any:
+def _over_all(reduced: Callable[..., Value]) -> Callable[..., Value]:
     """A reduction for which, as in numpy, `axis=()` means no axis."""
     return lambda x, axis=None, *more, **options: x if axis == () else reduced(x, axis, *more, **options)
 
 
-def _best(found: Any) -> Any:
+def _best(found: Callable[..., Value]) -> Callable[..., Value]:
     """argmax or argmin; without an axis, of all elements."""
 
     def run(x: Value, axis: int | None = None, *, keepdims: bool = False) -> Value:
@@ -462,13 +462,13 @@ def _best(found: Any) -> Any:
     return run
 
 
-def _running(made: Any) -> Any:
+def _running(made: Callable[..., Value]) -> Callable[..., Value]:
     """cumsum or cumprod; without an axis, of all elements."""
     return lambda x, axis=None: made(ops.reshape(x, dims=-1)) if axis is None else made(x, axis=axis)
 
 
-def _refused(name: str, use: str) -> Any:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
+def _refused(name: str, use: str) -> Callable[..., NoReturn]:
+    def refuse(*_: object, **__: object) -> NoReturn:
         raise GraphError(f"np.{name} of a Value, whose elements are not known before a run; use {use}")
 
     return refuse
