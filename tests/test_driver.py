@@ -102,8 +102,11 @@ def test_what_is_there_and_why_the_rest_is_not():
         DeviceUnavailableError, match=r"ROCM:1 cannot be used: this version of rlx has no ROCM.*Usable here: .*ref:0"
     ):
         backends.backend_of("rocm:1")
-    with pytest.raises(DeviceUnavailableError, match="no such index; found: ref:0"):
+    with pytest.raises(DeviceUnavailableError, match="no such index; this machine has ref:0"):
         backends.backend_of("ref:99")
+    if not any(why is None for name, why in found.items() if name.startswith("cuda")):
+        with pytest.raises(DeviceUnavailableError, match=re.escape(f"CUDA:99 cannot be used: {found['cuda:0']}")):
+            backends.backend_of("cuda:99")
     with pytest.raises(UnknownDeviceError, match="did you mean 'rocm'"):
         backends.is_available("rcom")
 

@@ -406,7 +406,7 @@ def test_without_tuning_nothing_is_measured(unkept, monkeypatch, value):
 
 
 def test_true_is_a_budget():
-    assert CompileOptions(tune=True) == CompileOptions(tune=10) != CompileOptions(tune=11)
+    assert CompileOptions(tune=True) == CompileOptions(tune=np.int64(10)) == CompileOptions(tune=10) != CompileOptions(tune=11)
     assert "tune=10.0" in str(CompileOptions(tune=True))
 
 

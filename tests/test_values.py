@@ -325,3 +325,9 @@ def test_a_compiled_graph_refuses_to_be_copied(copied: Callable[[Any], Any]) -> 
     g.set_outputs([g.input("x", (4,), "f32") + 1.0])
     with pytest.raises(Unsupported, match=r"clone\(\) makes another"):
         copied(rlx.Session("ref").compile(g))
+
+
+def test_a_mask_is_padded_with_true() -> None:
+    mask = np.array([False, True])
+    f = rlx.jit(lambda m: rlx.pad(m, low=(1,), high=(2,), value=True), device="ref")
+    assert f(mask).tolist() == [True, False, True, True, True]

@@ -73,7 +73,9 @@ def _reason(device: Device) -> str | None:
         found = get(device.name).probe()
     except DeviceUnavailableError as e:
         return str(e)
-    return found.get(device.key, f"there is no such index; found: {', '.join(found)}")
+    if device.key in found or not all(found.values()):
+        return found.get(device.key, f"there is no such index; this machine has {', '.join(found)}")
+    return next(iter(found.values()))  # no index of it is usable
 
 
 __all__ = ["available", "backend_of", "get", "is_available"]

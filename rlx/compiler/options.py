@@ -8,6 +8,8 @@ from math import inf
 from os import PathLike
 from typing import Any
 
+import numpy as np
+
 from rlx.errors import OptionError, as_path, flag, items, known, whole
 from rlx.ir.handle import BufferHandle
 from rlx.ir.kernel import Kernel
@@ -175,9 +177,9 @@ def _active(extent: Any, dims: Any) -> tuple[str, int] | None:
 
 def _tuned(tune: Any) -> float | Tilings:
     """Seconds to spend, or tilings."""
-    if isinstance(tune, bool):
+    if isinstance(tune, (bool, np.bool_)):
         return TUNE_SECONDS * tune
-    if not isinstance(tune, (int, float)):
+    if not isinstance(tune, (int, float, np.number)):
         return Tilings.of(tune)
     if not 0 <= tune < inf:
         raise OptionError(f"tune={tune!r}: give the seconds to spend, True for {TUNE_SECONDS:g}, or tilings made before")

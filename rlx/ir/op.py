@@ -59,7 +59,10 @@ Number = int | float  # an attribute that is combined with elements of any dtype
 
 
 def as_number(x: Any) -> Any:
-    """A number as a float if that is exact, else as an int: 3 and 3.0 get the same text, and 2**53 + 1 keeps all digits."""
+    """A number as a float if that is exact, else as an int: 3 and 3.0 get the same text, and 2**53 + 1 keeps all digits. True is
+    1, as an element of bools."""
+    if isinstance(x, (bool, np.bool_)):
+        return float(x)
     if not fits(x, Number):
         return x
     try:

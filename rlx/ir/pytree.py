@@ -58,7 +58,7 @@ def flatten(x: object, leaves: list[Any], is_leaf: Callable[[object], bool] = la
     """Appends the leaves of x to `leaves`, dicts in the order of their keys, and returns the form of x. OptionError: its levels
     have no end, or are too many."""
     if level > DEEPEST:
-        raise OptionError(f"containers of arrays have at most {DEEPEST} levels; a {type(x).__name__} contains itself, or more")
+        raise OptionError(f"containers of arrays have at most {DEEPEST} levels; this {type(x).__name__} contains itself, or more")
     if x is None:
         return NOTHING
     if is_leaf(x):

@@ -64,7 +64,7 @@ def converted(label: str, given: object, shape: Shape, adopt: Adopt | None = Non
 
 def named(label: str, name: object) -> str:
     """`name`, checked to be a string."""
-    return utf8(f"the name of a {label} must be a string", name, UnknownNameError)
+    return utf8(f"the name of {'an' if label[0] in 'aeiou' else 'a'} {label} must be a string", name, UnknownNameError)
 
 
 def by_name(label: str, given: Mapping[str, object], decls: Sequence[BufferDecl], adopt: Adopt | None = None) -> list[Any]:
