@@ -160,7 +160,7 @@ def lanes_of(loop: Loop, vector_bytes: int) -> int:
     dtypes = [x.dtype for x in walk((*expressions([loop]),)) if isinstance(x, Expr) and x.dtype.is_float]
     dtypes += [s.buffer.dtype for s in stores([loop])] + [x.dtype for x in _totals(loop)]
     lanes = min(MAX_LANES, vector_bytes // max((d.compute.itemsize for d in dtypes), default=1))
-    while lanes >= 2 * loop.extent:
+    while lanes >= 2 * max(loop.extent, 1):
         lanes //= 2
     return max(lanes, 2)
 
