@@ -358,6 +358,17 @@ def test_ranks_that_disagree_on_sizes_all_learn_both(sizes):
     assert found[0].startswith("CallMismatchError: rank")
 
 
+def joins_late(name: str, rank: int, n: int, sizes: list[tuple[int, int]], timeout: float) -> str:
+    if rank == 1:
+        time.sleep(0.5)
+    return joins(name, rank, n, sizes, timeout)
+
+
+def test_a_rank_that_comes_after_others_have_disagreed_learns_it_too():
+    found = ranks.run(3, joins_late, [(3, 100), (3, 100), (3, 96)], LONG, connect=False)
+    assert len(set(found)) == 1 and found[0].startswith("CallMismatchError: rank"), found
+
+
 def test_a_rank_that_never_comes_is_named():
     found = ranks.run(2, joins, [(4, 64)] * 2, 0.3, connect=False)
     assert all("rank 2 (which has not joined)" in text and "TransportError" in text for text in found), found

@@ -39,7 +39,7 @@ from rlx.driver.transports.shm_words import (  # isort: skip
 from rlx.errors import CallMismatchError, OptionError, TransportError, UnknownRankError, whole
 from rlx.forks import each_in_child
 
-MAGIC = 0x31736B6E61527872  # the layout's version is its last character
+MAGIC = 0x32736B6E61527872  # the layout's version is its last character
 FOLDER = "/dev/shm"
 SPINS, CROWDED_SPINS, YIELDS = 2000, 50, 64  # spins (some 20 to 60 ns each) before a rank yields its CPU; number of yields
 SLICE = 0.01  # seconds that a rank waits in compiled code before it checks whether the others are alive
@@ -162,26 +162,34 @@ class ShmTransport(Copies):
 
     def _look(self, deadline: float) -> None:
         """Raises if this barrier cannot complete, or is past its deadline."""
-        refused = Header.from_buffer_copy(self._header)
-        if refused.refused:
+        failure = self._failure(deadline)
+        refused = Header.from_buffer_copy(self._header)  # behind the lines: ranks that leave because of it have said so before
+        come = sum(line.pid != 0 for line in self._lines) + refused.refusals
+        if refused.refused and (failure or come >= self.num_ranks):  # else a rank that comes later would find nobody here
             self._shut(_sizes(refused))
             raise CallMismatchError(self._why)
+        if failure:
+            raise self._fail(*failure)
+
+    def _failure(self, deadline: float) -> tuple[int, int, str] | None:
+        """Why no barrier can complete, the rank at fault, and more to say of it."""
         for rank, line in enumerate(self._lines):
             if fault := line.fault:
-                raise self._fail(fault & 255, fault >> 8, f", as rank {rank} found")
+                return fault & 255, fault >> 8, f", as rank {rank} found"
         number, late = self.state.number, time.monotonic() > deadline
         gone = [LEFT if line.left else 0 if not line.pid or alive(line.pid, line.started) else DIED for line in self._lines]
         absent = [rank for rank, line in enumerate(self._lines) if line.epoch < number]  # last: a rank may come and leave
         unknown = {rank for rank in absent if not self._lines[rank].pid}
         for rank in _ended(self._name) if unknown else ():  # blame the first: others may have ended because of it
             if rank in unknown:
-                raise self._fail(ABSENT, rank)
+                return ABSENT, rank, ""
         for rank in absent:
             if gone[rank] and not self._lines[rank].fault:  # else the next look finds the rank at fault
-                raise self._fail(gone[rank], rank)
+                return gone[rank], rank, ""
         if late and absent:
             others = f" (nor did rank {', '.join(map(str, absent[1:]))})" if len(absent) > 1 else ""
-            raise self._fail(SILENT, absent[0], f": {self.timeout:g} s{others}")
+            return SILENT, absent[0], f": {self.timeout:g} s{others}"
+        return None
 
     def _fail(self, why: int, rank: int, more: str = "") -> TransportError:
         """Mark the transport as failed; returns the error."""
@@ -299,7 +307,9 @@ def _joined(number: int, path: str, rank: int, num_ranks: int, heap_size: int) -
     if header.magic != MAGIC:
         raise TransportError(f"{path} was made by another version of rlx, whose processes still run")
     if (header.num_ranks, header.heap_size) != (num_ranks, heap_size):
-        header.refused, header.its_ranks, header.its_heap = rank + 1, num_ranks, heap_size
+        if not header.refused:
+            header.refused, header.its_ranks, header.its_heap = rank + 1, num_ranks, heap_size
+        header.refusals += 1
         os.pwrite(number, bytes(header), 0)
         raise CallMismatchError(_sizes(header))
     if os.fstat(number).st_size != total:

@@ -16,10 +16,12 @@ P, I64, I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
 class Header(ctypes.Structure):
-    """Header of the file. `magic` is written last. `refused` - 1: a rank that passed other sizes, `its_ranks` and `its_heap`."""
+    """Header of the file. `magic` is written last. `refused` - 1: the first rank that passed other sizes, `its_ranks` and
+    `its_heap`. `refusals`: how many ranks did."""
 
     _fields_ = [
         ("magic", I64), ("num_ranks", I64), ("heap_size", I64), ("refused", I64), ("its_ranks", I64), ("its_heap", I64),
+        ("refusals", I64),
     ]  # fmt: skip
 
 
