@@ -20,6 +20,7 @@ from rlx.host.processor import missing_features
 from rlx.ir.dtype import bf16, f16, f32, f64
 from rlx.ir.kernel import Expr, Kernel, k
 from rlx.ir.target import Target
+from rlx.ir.tuning import Tiling
 
 UNARY = {
     "exp": (np.exp, 1.0), "log": (np.log, 1.0), "sin": (np.sin, 2.0), "cos": (np.cos, 2.0),
@@ -180,8 +181,8 @@ def test_arithmetic_of_f16_has_the_bits_of_f32_rounded(name: str, monkeypatch: p
     want = apply(function, f16, a, b)
     texts: list[str] = []
 
-    def rendered(kernel: Kernel, target: Target, symbol: str) -> Rendered:
-        made = render(kernel, HALF, symbol)
+    def rendered(kernel: Kernel, target: Target, symbol: str, tiling: Tiling) -> Rendered:
+        made = render(kernel, HALF, symbol, tiling)
         texts.append(made.text)
         return made
 

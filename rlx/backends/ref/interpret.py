@@ -356,13 +356,12 @@ class _Chunk:
         for scope in reversed(self.scopes):
             if (known := scope.get(id(e))) is not None:
                 return known
-        self.scopes[-1][id(e)] = out = self.made(e)
+        if isinstance(e, K.Alu):  # not in a function of its own, as Python bounds the depth of calls
+            out = compute(e.op, [(self.value(a), a.dtype) for a in e.args], e.dtype)
+        else:
+            out = self.load(e) if isinstance(e, Load) else self.full(e.value, e.dtype.compute.numpy)
+        self.scopes[-1][id(e)] = out
         return out
-
-    def made(self, e: K.Const | K.Alu | Load) -> np.ndarray:
-        if isinstance(e, K.Alu):
-            return compute(e.op, [(self.value(a), a.dtype) for a in e.args], e.dtype)
-        return self.load(e) if isinstance(e, Load) else self.full(e.value, e.dtype.compute.numpy)
 
     def load(self, e: Load) -> np.ndarray:
         index, guard = self.place(e, "reads")
