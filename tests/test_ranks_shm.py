@@ -364,6 +364,17 @@ def joins_late(name: str, rank: int, n: int, sizes: list[tuple[int, int]], timeo
     return joins(name, rank, n, sizes, timeout)
 
 
+def joins_in_turn(name: str, rank: int, n: int, sizes: list[tuple[int, int]], timeout: float) -> str:
+    time.sleep(0.5 * (n - 1 - rank))
+    return joins(name, rank, n, sizes, timeout)
+
+
+@pytest.mark.parametrize("sizes", [[(2, 100), (3, 100)], [(3, 100), (2, 100)], [(2, 100), (2, 200)]])
+def test_ranks_learn_that_sizes_differ_whoever_comes_first(sizes):
+    found = ranks.run(2, joins_in_turn, sizes, 60, connect=False)
+    assert len(set(found)) == 1 and found[0].startswith("CallMismatchError: rank 0"), found
+
+
 def test_a_rank_that_comes_after_others_have_disagreed_learns_it_too():
     found = ranks.run(3, joins_late, [(3, 100), (3, 100), (3, 96)], LONG, connect=False)
     assert len(set(found)) == 1 and found[0].startswith("CallMismatchError: rank"), found

@@ -165,7 +165,8 @@ class ShmTransport(Copies):
         failure = self._failure(deadline)
         refused = Header.from_buffer_copy(self._header)  # behind the lines: ranks that leave because of it have said so before
         come = sum(line.pid != 0 for line in self._lines) + refused.refusals
-        if refused.refused and (failure or come >= self.num_ranks):  # else a rank that comes later would find nobody here
+        wanted = min(self.num_ranks, refused.its_ranks)
+        if refused.refused and (failure or come >= wanted):  # else a rank that comes later would find nobody here
             self._shut(_sizes(refused))
             raise CallMismatchError(self._why)
         if failure:
