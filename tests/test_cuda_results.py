@@ -1,0 +1,260 @@
+"""Results of the CUDA backend on a GPU, beside f64, the reference and the CPU; without one skipped. Conformance runs all ops."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import device_conformance as conformance
+import numpy as np
+import pytest
+from test_cuda import SOME_TILINGS, graph, on_gpu
+
+import rlx
+from rlx.backends.cuda import code
+from rlx.backends.cuda.fma import SIZES, by_fma
+from rlx.backends.cuda.schedule import Launch
+from rlx.backends.cuda.tensor import Tiling, on_tensor_cores
+from rlx.errors import IndexRangeError
+from rlx.ir.evaluate import evaluate
+from rlx.ir.kernel import Kernel
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize(
+    "m, n, depth", [(512, 1024, 3072), (2048, 2048, 256), (300, 1000, 520), (1001, 1003, 205), (33, 40, 2000), (100, 99, 98)]
+)
+def test_products_agree_with_f64(m, n, depth, dtype):
+    rng, host = np.random.default_rng(0), getattr(rlx, dtype).numpy
+    x, y, r = (rng.standard_normal(shape).astype(host) for shape in ((m, depth), (n, depth), (m, n)))
+    g = rlx.Graph("product")
+    names = g.input("x", x.shape, dtype), g.input("y", y.shape, dtype), g.input("r", r.shape, dtype)
+    g.set_outputs([names[0] @ rlx.transpose(names[1], (1, 0)) + names[2], names[0] @ rlx.reshape(names[1], (depth, n))])
+    compiled = rlx.Session("cuda").compile(g)
+    for got in (compiled.run({"x": x, "y": y, "r": r}), compiled.run({"x": x, "y": y, "r": r})):
+        wide = [a.astype(np.float64) for a in (x, y, r)]
+        for found, want in zip(got, (wide[0] @ wide[1].T + wide[2], wide[0] @ wide[1].reshape(depth, n))):
+            error = np.linalg.norm(found.astype(np.float64) - want) / np.linalg.norm(want)
+            assert error < (4e-6 if dtype == "f32" else 2.0 ** -(8 if dtype == "bf16" else 11))
+
+
+@on_gpu
+def test_gelu_keeps_its_digits_far_below_zero():
+    """Where tanh rounds to -1, its sum with 1 has none of them."""
+    x = np.linspace(-6, 6, 4001).astype(np.float32)
+    g = graph(lambda g: rlx.gelu(g.input("x", x.shape, "f32"), approximate="tanh"))
+    (found,) = rlx.Session("cuda").compile(g).run({"x": x})
+    wide = x.astype(np.float64)
+    u = np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)
+    np.testing.assert_allclose(found, wide / (1 + np.exp(-2 * u)), rtol=8e-6)
+
+
+def fixed(monkeypatch, name: str, chosen: Callable[[Kernel], Launch | None]) -> None:
+    """All products of the test are launched so, and compiled for it."""
+    monkeypatch.setenv("RLX_CACHE", "0")
+    monkeypatch.setattr(code, name, lambda kernel, *args, **more: chosen(kernel))
+
+
+@on_gpu
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("m, n, depth", [(13, 37, 29), (130, 260, 68), (257, 300, 1001)])
+def test_every_size_of_f32_tiles_agrees_with_f64(monkeypatch, size, m, n, depth):
+    """Tiles larger than the matrices, and those at an edge, which begin earlier than their neighbours end."""
+    fixed(monkeypatch, "by_fma", lambda kernel: by_fma(kernel, size=size))
+    test_products_agree_with_f64(m, n, depth, "f32")
+
+
+@on_gpu
+def test_tiles_that_two_blocks_share_agree_with_f64(monkeypatch):
+    """Of 192 tiles, 132 are of one block."""
+    tiling = Tiling(128, 256, parts=2)
+    fixed(monkeypatch, "on_tensor_cores", lambda kernel: on_tensor_cores(kernel, tiling=tiling))
+    test_products_agree_with_f64(1536, 4096, 328, "bf16")
+
+
+@on_gpu
+@pytest.mark.parametrize("tiling", SOME_TILINGS, ids=str)
+def test_every_kind_of_tiling_agrees_with_f64(monkeypatch, tiling):
+    fixed(monkeypatch, "on_tensor_cores", lambda kernel: on_tensor_cores(kernel, tiling=tiling))
+    test_products_agree_with_f64(136, 200, 1040, "bf16")
+
+
+@on_gpu
+@pytest.mark.parametrize("tiling", [Tiling(128, 192, queued=True), Tiling(128, 128, turns=True, queued=True)], ids=str)
+def test_results_that_wait_for_others_agree_with_f64(monkeypatch, tiling):
+    """Blocks have several tiles, some of them at edges."""
+    fixed(monkeypatch, "on_tensor_cores", lambda kernel: on_tensor_cores(kernel, tiling=tiling))
+    test_products_agree_with_f64(3001, 3080, 200, "bf16")
+
+
+@on_gpu
+@pytest.mark.parametrize("m, n, depth", [(300, 80, 160), (512, 1024, 3072), (16, 2000, 48)])
+def test_integer_products_are_exact(m, n, depth):
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (m, depth), np.uint8), rng.integers(-128, 128, (n, depth), np.int8)
+    compiled = rlx.Session("cuda").compile(
+        graph(lambda g: rlx.int8_matmul(g.input("x", x.shape, "u8"), rlx.transpose(g.input("y", y.shape, "i8"), (1, 0))))
+    )
+    np.testing.assert_array_equal(compiled.run({"x": x, "y": y})[0], x.astype(np.int32) @ y.T.astype(np.int32))
+
+
+@on_gpu
+@pytest.mark.parametrize("name", ["add", "softmax", "matmul", "attention", "cumsum", "sort", "argmax", "take_rows"])
+def test_ops_agree_with_the_reference(name):
+    conformance.check_op("cuda", name)
+
+
+@on_gpu
+def test_random_numbers_have_the_bits_of_the_cpu():
+    g = rlx.Graph("g")
+    key, counter = g.input("key", (2,), "u32"), g.input("counter", (), "u32")
+    g.set_outputs([rlx.random_bits(key, counter, dims=(3, 1001)), rlx.random_uniform(key, counter, dims=(1001,))])
+    given = {"key": np.array([7, 1 << 31], np.uint32), "counter": np.array(5, np.uint32)}
+    for ours, wanted in zip(rlx.Session("cuda").compile(g).run(given), rlx.Session("cpu").compile(g).run(given)):
+        np.testing.assert_array_equal(np.asarray(ours).view(np.uint32), np.asarray(wanted).view(np.uint32))
+
+
+SHAPES = {  # with odd sizes, so that threads and lanes are left over
+    "transpose": (lambda x: rlx.copy(rlx.transpose(x, (1, 0))) * 2.0, (67, 131)),
+    "running totals of rows": (lambda x: rlx.cumsum(x, axis=1), (5, 3001)),
+    "running totals of columns": (lambda x: rlx.cumsum(x, axis=0, reverse=True), (517, 45)),
+    "long running totals": (lambda x: rlx.cumsum(x, axis=1), (1, 1_000_003)),
+    "divided running totals": (lambda x: rlx.cumsum(x, axis=1), (2, 1 << 18)),
+    "running totals in many parts": (lambda x: rlx.cumsum(x, axis=1, exclusive=True), (2, 2_500_001)),
+    "running totals of long columns": (lambda x: rlx.cumsum(x, axis=0), (9001, 77)),
+    "running totals of integers": (lambda x: rlx.cumsum(x.astype("i64"), axis=1), (3, 70_000)),
+    "column sums": (lambda x: rlx.sum(x, axis=(0,)), (1003, 77)),
+    "greatest of columns": (lambda x: rlx.argmax(x, axis=0), (1003, 77)),
+    "greatest of rows": (lambda x: rlx.argmax(x, axis=1), (77, 1003)),
+    "greatest of vectors": (lambda x: rlx.argmax(x.astype("bf16"), axis=1), (77, 4096)),
+    "softmax": (lambda x: rlx.softmax(x) * 64.0, (9, 1001)),
+    "softmax of columns": (lambda x: rlx.softmax(x, axis=0) * 640.0, (2100, 130)),
+    "softmax between axes": (lambda x: rlx.softmax(x, axis=1) * 64.0, (3, 70, 50)),
+    "softmax of long columns": (lambda x: rlx.softmax(x, axis=0) * 17000.0, (17_000, 33)),
+    "softmax of long rows": (lambda x: rlx.softmax(x) * 50_001.0, (3, 50_001)),
+    "softmax of many long rows": (lambda x: rlx.softmax(x) * 50_001.0, (150, 50_001)),
+    "softmax of longer rows": (lambda x: rlx.softmax(x) * 600_001.0, (2, 600_001)),
+    "softmax of many columns": (lambda x: rlx.softmax(x, axis=0) * 640.0, (2100, 600)),
+    "norm of long rows": (lambda x: x - rlx.mean(x * x, axis=1, keepdims=True), (2, 200_000)),
+    "greatest of long rows": (lambda x: rlx.argmax(x * 1.0, axis=1), (3, 50_001)),
+    "sort of short rows": (lambda x: rlx.sort(x, descending=True)[1], (70, 77)),
+    "sort of rows": (lambda x: rlx.sort(x)[1], (5, 3000)),
+    "sort of wide elements": (lambda x: rlx.sort(x.astype("i64"), descending=True)[1], (3, 1500)),
+    "sort of a block": (lambda x: rlx.sort(x)[1], (2, 20_000)),
+    "sort beyond shared memory": (lambda x: rlx.sort(x)[1], (2, 40_000)),
+    "top k of long rows": (lambda x: rlx.top_k(x, k=9)[1], (2, 50_001)),
+}
+
+
+@on_gpu
+@pytest.mark.parametrize("name", SHAPES)
+def test_awkward_shapes_agree_with_the_reference(name):
+    build, dims = SHAPES[name]
+    g = graph(lambda g: build(g.input("x", dims, "f32")))
+    x = np.random.default_rng(3).integers(-4, 5, dims).astype(np.float32)  # sums are exact, and many elements are equal
+    (found,), ((wanted,), _) = rlx.Session("cuda").compile(g).run({"x": x}), evaluate(g, {"x": x})
+    np.testing.assert_allclose(found, wanted, rtol=0 if "softmax" not in name else 1e-5)
+
+
+@on_gpu
+@pytest.mark.parametrize("dims, chosen, axis", [((100, 64), (5000,), 0), ((3, 90, 70), (50, 4), 1), ((9000,), (20_000,), 0)])
+def test_sums_by_index_keep_their_order(dims, chosen, axis):
+    rng = np.random.default_rng(0)
+    x, i = rng.normal(size=dims).astype(np.float32), rng.integers(0, dims[axis], chosen)
+    u = rng.normal(size=(*dims[:axis], *chosen, *dims[axis + 1 :])).astype(np.float32)
+    g = rlx.Graph("g")
+    g.set_outputs([rlx.scatter_add(*(g.input(n, a.shape, str(a.dtype)) for n, a in zip("xiu", (x, i, u))), axis=axis)])
+    compiled = rlx.Session("cuda").compile(g)
+    given = {"x": x, "i": i, "u": u}
+    np.testing.assert_array_equal(compiled.run(given)[0], rlx.Session("cpu").compile(g).run(given)[0])
+    with pytest.raises(IndexRangeError):
+        compiled.run({**given, "i": np.full(chosen, dims[axis])})
+    same = {**given, "i": np.full(chosen, dims[axis] - 1)}  # more than a block has room for
+    np.testing.assert_array_equal(compiled.run(same)[0], rlx.Session("cpu").compile(g).run(same)[0])
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["f32", "f64", "bf16", "i8", "u32"])
+@pytest.mark.parametrize("descending", [False, True])
+def test_sorts_keep_values_and_the_order_of_equal_ones(dtype, descending):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 120, (3, 1100)).astype(rlx.as_dtype(dtype).numpy)
+    if rlx.as_dtype(dtype).is_float:
+        x[:, ::7], x[:, ::11], x[:, 5::13], x[1, ::50], x[0, :9] = 0.0, -0.0, -3.5, np.nan, -np.inf
+    g = rlx.Graph("g")
+    g.set_outputs(list(rlx.sort(g.input("x", x.shape, dtype), descending=descending)))
+    for found, wanted in zip(rlx.Session("cuda").compile(g).run({"x": x}), evaluate(g, {"x": x})[0], strict=True):
+        found, wanted = found.astype(np.float64), wanted.astype(np.float64)
+        np.testing.assert_array_equal(found, wanted)
+        assert (np.signbit(found) == np.signbit(wanted))[found == found].all()
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dims", [(150, 3003), (37, 20_001), (40, 100_003), (150, 50_007)])
+def test_rows_that_begin_anywhere_leave_others_alone(dtype, dims):
+    build = lambda g: (x := g.input("x", dims, dtype)) - rlx.max(x, axis=1, keepdims=True)  # noqa: E731
+    g = graph(build)
+    x = np.random.default_rng(0).integers(-100, 100, dims).astype(rlx.as_dtype(dtype).numpy)
+    (found,) = rlx.Session("cuda").compile(g).run({"x": x})
+    np.testing.assert_array_equal(found.astype(np.float32), x.astype(np.float32) - x.astype(np.float32).max(1, keepdims=True))
+
+
+@on_gpu
+@pytest.mark.parametrize("rows, columns", [(20_000, 10_000), (100_000, 40), (8200, 70_000)])
+def test_long_sums_down_many_columns_lose_no_digits(rows, columns):
+    g = graph(lambda g: rlx.sum(rlx.broadcast_to(g.input("x", (1, columns), "f32"), (rows, columns)), axis=0))
+    (found,) = rlx.Session("cuda").compile(g).run({"x": np.full((1, columns), 0.1, np.float32)})
+    np.testing.assert_allclose(found, np.float64(np.float32(0.1)) * rows, rtol=1e-6)
+
+
+@on_gpu
+def test_a_bad_index_leaves_every_state_as_it_was():
+    conformance.check_states("cuda")
+    compiled = rlx.Session("cuda").compile(graph(lambda g: rlx.gather(g.input("x", (5,), "f32"), g.input("i", (2,), "i32"))))
+    with pytest.raises(IndexRangeError):
+        compiled.run({"x": np.zeros(5, np.float32), "i": np.array([0, 7], np.int32)})
+    wide = rlx.Session("cuda").compile(graph(lambda g: rlx.gather(g.input("x", (5,), "f32"), g.input("i", (2,), "i64"))))
+    with pytest.raises(IndexRangeError):  # positions have 32 bits
+        wide.run({"x": np.zeros(5, np.float32), "i": np.array([0, 1 << 32], np.int64)})
+    (good,) = compiled.run({"x": np.arange(5, dtype=np.float32), "i": np.array([4, 1], np.int32)})
+    assert good.tolist() == [4, 1]
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "i64", "u8", "bool", "c64", "f64"])
+def test_torch_shares_an_output_where_it_lies_and_keeps_it(dtype):
+    torch = pytest.importorskip("torch")
+    x = np.random.default_rng(0).integers(0, 2, (5, 7)).astype(rlx.ir.as_dtype(dtype).numpy)
+    compiled = rlx.Session("cuda").compile(graph(lambda g: rlx.copy(g.input("x", x.shape, dtype))))
+    ((address, _),) = compiled.run_raw({"x": x})
+    shared = torch.from_dlpack(compiled.outputs_view()[0])
+    del compiled
+    assert shared.is_cuda and shared.data_ptr() == address and tuple(shared.shape) == x.shape
+    np.testing.assert_array_equal(shared.cpu().to(torch.complex128).numpy(), x.astype(np.complex128))
+
+
+LOSE = """
+import numpy as np
+import rlx
+g = rlx.Graph("g")
+g.set_outputs([g.input("x", (4,), "f32") + 1.0])
+compiled = rlx.Session("cuda").compile(g)
+compiled.run({"x": np.zeros(4, np.float32)})
+compiled._executable.move(4096, 8192, 64)  # addresses of nothing
+for _ in range(2):
+    try:
+        compiled.run({"x": np.zeros(4, np.float32)})
+    except rlx.errors.DeviceError as e:
+        print(e)
+"""
+
+
+@on_gpu
+def test_a_lost_context_is_said_at_every_call_and_the_process_ends_in_peace():
+    done = subprocess.run([sys.executable, "-c", LOSE], capture_output=True, text=True, timeout=100, env=dict(os.environ))
+    assert (done.returncode, done.stderr) == (0, "") and len(lines := done.stdout.splitlines()) == 2
+    assert all("the CUDA driver says ILLEGAL_ADDRESS: the GPU" in line and "new process" in line for line in lines)
