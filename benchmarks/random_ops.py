@@ -5,7 +5,8 @@
 Each case (random_cases.py) is an rlx graph and the same in eager torch. The results are compared with torch in f64, then both are
 timed in turn: on the CPU calls on bound arrays (one thread: thread CPU time), results of torch in memory that the process keeps,
 as an `out` buffer is; on a GPU CUDA graphs of several calls each. Rows are sorted by torch's time over rlx's, the slowest first.
-`--only` takes kinds, or names of rows. The exit status is 1 if a result is wrong. On a GPU, `--jobs` processes compile ahead,
+`--only` takes kinds, or names of rows. Ops that torch lacks for a dtype are named and left out: there is nothing to compare with.
+The exit status is 1 if a result is wrong. On a GPU, `--jobs` processes compile ahead,
 into the disk cache.
 """
 
@@ -135,9 +136,9 @@ def compiled_ahead(seed: int, only: list[str], part: slice) -> None:
 # -- output --------------------------------------------------------------------------------------------------------
 
 
-def measured(args: argparse.Namespace) -> tuple[list[tuple[float, list[str]]], list[str]]:
-    """(torch's time over rlx's, cells) of each case, and what is wrong."""
-    rows, wrong, end = [], [], time.monotonic() + args.seconds
+def measured(args: argparse.Namespace) -> tuple[list[tuple[float, list[str]]], list[str], list[str]]:
+    """(torch's time over rlx's, cells) of each case, the wrong ones, and those that torch lacks."""
+    rows, wrong, apart, end = [], [], [], time.monotonic() + args.seconds
     run = on_cpu if args.device == "cpu" else on_cuda
     for case in itertools.islice(cases(args.seed, *LIMITS[args.device], args.only), args.count):
         if time.monotonic() > end:
@@ -147,7 +148,9 @@ def measured(args: argparse.Namespace) -> tuple[list[tuple[float, list[str]]], l
             operands = [operand(leaf, args.device) for leaf in case.leaves]
             got, times = run(case, operands, args.threads)
             found = fault(case, got, operands)
-        except NotImplementedError:  # torch has no such op of this dtype
+        except NotImplementedError as e:
+            said = str(e).partition("\n")[0]
+            apart.append(f"not compared, as torch lacks it: {case.name} {case.leaves[0].dtype}: {said:.60}")
             continue
         except rlx.RlxError as e:
             found, times = f"{type(e).__name__}: {e}", {}
@@ -158,16 +161,16 @@ def measured(args: argparse.Namespace) -> tuple[list[tuple[float, list[str]]], l
             ratio = times["torch"] / times["rlx"]
             cells = [f"{seconds * 1e6:.1f}" for seconds in times.values()]
             rows.append((ratio, [case.name, case.leaves[0].dtype, *cells, f"{ratio:.2f}", case.label]))
-    return sorted(rows), wrong
+    return sorted(rows), wrong, apart
 
 
-def report(rows: list[tuple[float, list[str]]], wrong: list[str]) -> str:
+def report(rows: list[tuple[float, list[str]]], wrong: list[str], apart: list[str]) -> str:
     ratios = [ratio for ratio, _ in rows]
     counts = [f"{sum(r > 1 for r in ratios)} faster than torch"]
     counts += [f"{sum(r < 1 / n for r in ratios)} take over {n} times as long" for n in (2, 10)]
     mean = math.exp(sum(map(math.log, ratios)) / max(1, len(ratios)))
     summary = f"{len(rows)} cases: {', '.join(counts)}, {len(wrong)} wrong; on average {mean:.2f}"
-    return "\n".join([measure.table(HEADS, [cells for _, cells in rows]), *wrong, summary])
+    return "\n".join([measure.table(HEADS, [cells for _, cells in rows]), *apart, *wrong, summary])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -185,8 +188,8 @@ def main(arguments: list[str] | None = None) -> None:
             list(pool.map(partial(compiled_ahead, args.seed, args.only), parts))
     torch.set_num_threads(args.threads)
     with torch.inference_mode():
-        rows, wrong = measured(args)
-    print(report(rows, wrong), flush=True)
+        rows, wrong, apart = measured(args)
+    print(report(rows, wrong, apart), flush=True)
     if wrong:
         raise SystemExit(1)
 

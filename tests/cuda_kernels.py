@@ -170,8 +170,8 @@ def units(built: list[Built]) -> Iterator[tuple[str, list[Built]]]:
 
 
 def assembled(text: str, arch: str) -> str:
-    """What compiler and assembler say of a translation unit. A line that is new each time keeps a compiler that has a cache from
-    answering out of it, without a word."""
+    """The reports of compiler and assembler on a translation unit. A line that is new each time keeps a compiler that has a cache
+    from answering out of it, without a word."""
     from cuda.core import Program, ProgramOptions  # type: ignore[reportAttributeAccessIssue]
 
     log = io.StringIO()

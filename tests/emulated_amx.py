@@ -81,13 +81,13 @@ class Counts(NamedTuple):
         return Counts(*numbers, said.value.decode())
 
     def wrong(self) -> list[str]:
-        """What was forbidden: all or, if they are many, the first ones."""
+        """The forbidden uses: all or, if they are many, the first ones."""
         first = self.said.splitlines()
         return first + ["and others"] * (self.faults > len(first)) + ["a kernel ended without a release"] * (self.live > 0)
 
 
 class Unit:
-    """What the kernels of this process do with the unit from now on. Read while none runs."""
+    """The uses of the unit by kernels of this process from now on. Read while none runs."""
 
     def __init__(self) -> None:
         library().rlx_amx_forget_faults()

@@ -388,7 +388,7 @@ def test_threads_know_what_they_read_in_the_next_two_steps():
 
 
 def fetching(table: Table, thread: int) -> list[int]:
-    """What a thread still has to fetch: the rest of a Reading."""
+    """The rest of a Reading, which a thread still has to fetch."""
     assert table.pool
     words = Control.from_address(table.pool.address).fetching
     return words[thread * LINE // 8 + 1 :][:4]

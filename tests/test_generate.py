@@ -108,17 +108,21 @@ def test_numbers_of_numpy_are_numbers():
     assert answers[0] == answers[1]
 
 
-def test_an_interrupt_behind_the_last_token_does_not_lift_the_limit(monkeypatch):
-    model = Script("one two three")
-    answer = Generator(model, "x", max_new_tokens=3)
-    assert answer.step() and answer.step()
-    decode = ByteCodec.decode
+def interrupted_once(monkeypatch, owner: type, name: str) -> None:
+    """The next call of this method is a Ctrl-C; later ones are the method's."""
+    own = getattr(owner, name)
 
-    def interrupted(self, ids):
-        monkeypatch.setattr(ByteCodec, "decode", decode)
+    def interrupt(*_):
+        monkeypatch.setattr(owner, name, own)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ByteCodec, "decode", interrupted)
+    monkeypatch.setattr(owner, name, interrupt)
+
+
+def test_an_interrupt_behind_the_last_token_does_not_lift_the_limit(monkeypatch):
+    answer = Generator(Script("one two three"), "x", max_new_tokens=3)
+    assert answer.step() and answer.step()
+    interrupted_once(monkeypatch, ByteCodec, "decode")
     with pytest.raises(KeyboardInterrupt):
         answer.step()
     answer.run()
@@ -127,14 +131,9 @@ def test_an_interrupt_behind_the_last_token_does_not_lift_the_limit(monkeypatch)
 
 def test_an_interrupted_step_does_not_pass_for_a_finished_one(monkeypatch):
     """A model that the host samples from: the token before is not processed twice."""
-    answer, choose = Generator(Script("one two three"), "x"), HostDecoding._choose
+    answer = Generator(Script("one two three"), "x")
     answer.step()
-
-    def interrupted(self, logits):
-        monkeypatch.setattr(HostDecoding, "_choose", choose)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(HostDecoding, "_choose", interrupted)
+    interrupted_once(monkeypatch, HostDecoding, "_choose")
     with pytest.raises(KeyboardInterrupt):
         answer.step()
     with pytest.raises(BindingError, match="run or reset in between"):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import BindingError, IndexRangeError, NumericsError, flag
+from rlx.frontends.generate import check_position
 from rlx.frontends.sampling import Sampling, beginning, checked_how, checked_seed, checked_tokens
 from rlx.runtime import CompiledGraph
 
@@ -81,8 +82,7 @@ class Decoding:
         want, found = self._count - 1, int(self.store.read("position"))
         if self._unread and found == want + 1:
             return self.store.read_later("token")
-        if want != found:
-            raise BindingError(f"the model holds {found} tokens, this answer needs {want}: it was run or reset in between")
+        check_position(found, want)
         return None
 
     def _run(self) -> Callable[[], np.ndarray]:

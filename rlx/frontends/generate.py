@@ -63,6 +63,12 @@ class SamplingModel(Protocol):
     def decoding(self, how: Sampling, seed: int, reuse: bool, /) -> Decoding: ...
 
 
+def check_position(found: int, want: int) -> None:
+    """BindingError: a model holds another number of tokens than an answer needs."""
+    if want != found:
+        raise BindingError(f"the model holds {found} tokens, this answer needs {want}: it was run or reset in between")
+
+
 class HostDecoding:
     """Samples on the host, from the logits that a model's `step` returns."""
 
@@ -81,9 +87,7 @@ class HostDecoding:
         return self._choose(logits)
 
     def next(self, more: bool = False) -> int:
-        want, found = self._position, self._model.position
-        if want != found:
-            raise BindingError(f"the model holds {found} tokens, this answer needs {want}: it was run or reset in between")
+        check_position(self._model.position, self._position)
         token = self._choose(self._model.step(np.array([self._last], np.int32)))
         self._position += 1  # not before: an interrupted step must not pass for a finished one
         return token

@@ -58,7 +58,7 @@ def _only_moves(body: tuple[Stmt, ...]) -> bool:
 
 
 def _chosen(e: Expr) -> tuple[Expr, ...]:
-    """What a select chooses from."""
+    """The values that a select chooses from; none of other expressions."""
     return e.args[1:] if isinstance(e, Alu) and e.op == "select" else ()
 
 
@@ -70,7 +70,7 @@ def _is_moved(e: Expr, dtype: DType) -> bool:
 
 
 def _read_by(s: object) -> tuple[Expr, ...]:
-    """What a statement reads, but for the element that it stores in narrow floats."""
+    """The expressions that a statement reads, without the element that it stores in narrow floats."""
     if isinstance(s, Store):
         own = () if s.buffer.dtype.is_narrow else (s.value,)
         return (*own, s.index, *(() if s.guard is None else (s.guard,)))

@@ -159,10 +159,15 @@ class Space:
         extents = tuple(x.blocks if v is x.row else n for v, n in dims)
         return replace(self, vars=tuple(v for v, _ in dims), extents=extents, body=body, crossing=x)
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of outer points, and the extent of the last dimension."""
+        return math.prod(self.extents[:-1]), self.extents[-1] if self.extents else 1
+
     def shares(self, wanted: int) -> tuple[int, int]:
-        """What a task computes, of about `wanted` tasks: so many outer points, each with the whole last dimension, or, if that is
-        0, so many of the last dimension at one of the others."""
-        outer, last = math.prod(self.extents[:-1]), self.extents[-1] if self.extents else 1
+        """The share of each of about `wanted` tasks: the number of outer points, and of elements of the last dimension at each. 0
+        outer points: a task has a part of the last dimension at one of them."""
+        outer, last = self.sizes
         if 2 * outer > wanted:
             return -(-outer // wanted), last
         step = 64 if self.vector else 1
@@ -171,8 +176,8 @@ class Space:
 
     def tasks(self, wanted: int) -> int:
         """The number of tasks."""
-        outer, (per, size) = math.prod(self.extents[:-1]), self.shares(wanted)
-        return -(-outer // per) if per else outer * -(-self.extents[-1] // size)
+        (outer, last), (per, size) = self.sizes, self.shares(wanted)
+        return -(-outer // per) if per else outer * -(-last // size)
 
     def weight_ns(self, target: Target) -> float:
         """As `work_ns`, of these points."""
@@ -259,10 +264,8 @@ def _emit_tasks(space: Space, scope: Scope, wanted: int, limits: Limits, task: V
         scope.streams = frozenset()
     limits = limits or [None] * len(space.vars)
     e = scope.e
-    outer, last = math.prod(space.extents[:-1]), space.extents[-1] if space.extents else 1
-    per, size = space.shares(wanted)
+    (outer, last), (per, size), tasks = space.sizes, space.shares(wanted), space.tasks(wanted)
     if per:
-        tasks = -(-outer // per)
         if per == 1:
             _emit_point(space, scope, task if tasks > 1 else e.i64(0), None, limits)
             return tasks
@@ -272,7 +275,7 @@ def _emit_tasks(space: Space, scope: Scope, wanted: int, limits: Limits, task: V
     chunks = -(-last // size)
     chunk, point = divided(e, task, chunks) if outer > 1 else (task, e.i64(0))
     _emit_point(space, scope, point, None if chunks == 1 else _run(e, chunk, size, last), limits)
-    return outer * chunks
+    return tasks
 
 
 def _run(e: Emitter, index: V, size: int, total: int) -> tuple[V, V]:
