@@ -175,7 +175,7 @@ def assembled(text: str, arch: str) -> str:
     from cuda.core import Program, ProgramOptions  # type: ignore[reportAttributeAccessIssue]
 
     log = io.StringIO()
-    options = ProgramOptions(arch=arch, std="c++17", fma=False, ptxas_options=["-v"], disable_warnings=True)
+    options = ProgramOptions(arch=arch, std="c++17", fma=False, ptxas_options=["-v"], disable_warnings=True, no_cache=True)
     Program(f"{text}\n// {uuid4()}\n", "c++", options).compile("cubin", logs=log)
     return log.getvalue()
 

@@ -47,9 +47,9 @@ RLX_FN float rlx_over_sqrt(float a) { float out; asm("rsqrt.approx.f32 %0, %1;" 
 template <int GROUPS> RLX_FN int rlx_chain_first(unsigned block) { return (int)((unsigned)GROUPS * block / RLX_CHAIN_BLOCKS); }
 
 /* The copies of the weights of a block, PITCH bytes from column to column, OTHER to those of a second product with the same row; WINDOW
-   pieces are in flight. */
-struct rlx_chain_copies { int place, round, count, landed; };
-template <int N, int K, int SLOTS, int WINDOW, long long PITCH, long long OTHER>
+   pieces are in flight, PACE cycles apart. */
+struct rlx_chain_copies { int place, round, count, landed; long long next; };
+template <int N, int K, int SLOTS, int WINDOW, int PACE, long long PITCH, long long OTHER>
 RLX_FN void rlx_chain_feed(rlx_chain_copies& own, unsigned char* ring, uint64_t* filled, uint64_t* used, const unsigned char* weights) {
   constexpr int UNIT = OTHER ? 4 : 8, PARTS = (K + 1023) / 1024, LAST = (K - (PARTS - 1) * 1024) * 2;
   constexpr bool WHOLE = K == 1024 && PITCH == 2048; /* the columns of a piece are adjacent in memory */
@@ -62,6 +62,10 @@ RLX_FN void rlx_chain_feed(rlx_chain_copies& own, unsigned char* ring, uint64_t*
       const int bytes = part == PARTS - 1 ? LAST : 2048;
       if (own.round) rlx_ring_await(used + own.place, (own.round - 1) & 1);
       while (own.count - own.landed >= WINDOW) rlx_ring_await(filled + own.landed % SLOTS, own.landed / SLOTS & 1), own.landed++;
+      if (PACE) {
+        while (clock64() < own.next);
+        own.next = clock64() + PACE;
+      }
       rlx_ring_expect(filled + own.place, 8 * bytes, lane);
       __syncwarp();
       if (WHOLE ? lane < 8 && lane % UNIT == 0 : lane < 8)
@@ -72,10 +76,28 @@ RLX_FN void rlx_chain_feed(rlx_chain_copies& own, unsigned char* ring, uint64_t*
   }
 }
 
-/* One row by a block's columns of weights, on tensor cores as in rlx_ring_tensor. A warp has 128 elements of each 1024 of the row: it hears
-   them itself and waits for no other warp before its sums meet theirs. hear(d): words of four elements from d on; fetch(x, d): what else is
-   needed of them; make(x, heard, out, squares): the elements, and what a norm adds up; ahead(j): before products, by the thread that will
-   end column j; end(j, sum, sum of column j of the second product, the norm's sum of every warp). */
+/* Of 8 columns of a piece, 128 elements each: the elements that lane 4 * g + t has of a column are one 16-byte word, whose 4 parts are operand a
+   of mma.sync as they are: row g is column g / 2 by parts 0 and 2, row g + 8 the same column by parts 1 and 3, of half g % 2 of
+   the elements. Column 2 * half + n of operand b is the row's parts n and n + 2, which follow each other in shared memory. */
+struct rlx_chain_sum { float low[4], high[4]; }; /* of columns 0 to 3, 4 to 7 */
+template <bool F16> RLX_FN void rlx_chain_multiply(rlx_chain_sum& sum, const uint4 (&w)[4], const uint2 (&x)[2]) {
+  #pragma unroll
+  for (int i = 0; i < 2; i++) {
+    rlx_multiply<F16>(sum.low, w[i].x, w[i].y, w[i].z, w[i].w, x[i]);
+    rlx_multiply<F16>(sum.high, w[i + 2].x, w[i + 2].y, w[i + 2].z, w[i + 2].w, x[i]);
+  }
+}
+RLX_FN void rlx_chain_weights(uint4 (&w)[4], uint32_t at) {
+  #pragma unroll
+  for (int n = 0; n < 4; n++)
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+      : "=r"(w[n].x), "=r"(w[n].y), "=r"(w[n].z), "=r"(w[n].w) : "r"(at + n / 2 * 4 * 2048 + n % 2 * 128) : "memory");
+}
+
+/* One row by a block's columns of weights. A warp has 128 elements of each 1024 of the row: it hears them itself and waits for no other warp
+   before its sums meet theirs. hear(d): words of four elements from d on; fetch(x, d): what else is needed of them; make(x, heard, out,
+   squares): the elements, and what a norm adds up; ahead(j): before products, by the thread that will end column j; end(j, sum, sum of
+   column j of the second product, the norm's sum of every warp). */
 template <int N, int K, int SLOTS, bool BOTH, bool F16, bool NORM, class X, class H, class R, class F, class M, class A, class E>
 RLX_FN void rlx_chain_product(
   rlx_chain& own, const H& hear, const R& ready, const F& fetch, const M& make, const A& ahead, const E& end
@@ -87,31 +109,30 @@ RLX_FN void rlx_chain_product(
   if (first == last) return;
   const int many = last - first < SPAN ? last - first : SPAN;
   if (threadIdx.x < many * UNIT) ahead(first * UNIT + threadIdx.x);
-  unsigned char* const row = own.x + warp * 256;
-  const unsigned char* const weights = own.ring + g / 2 * 2048 + warp * 256 + g % 2 * 128;
-  const int chunks[2] = {(t ^ g % 2 * 4) * 16, (t + 4 ^ g % 2 * 4) * 16};
+  const uint32_t row = rlx_ring_at(own.x) + warp * 256, made_at = row + lane / 2 * 16 + lane % 2 * 4;
+  const uint32_t x_at = row + g / 2 % 2 * 64 + t * 16 + g % 2 * 8;
+  const uint32_t weights = rlx_ring_at(own.ring) + g / 2 * 2048 + warp * 256 + g % 2 * 64 + t * 16;
+  const bool lower = lane % 8 == 0, kept = lower || lane % 8 == 5; /* lanes that keep a sum: of column g / 2, of column 4 + g / 2 */
+  const int place = warp * RLX_CHAIN_SUMS + (lower ? 0 : 4) + g / 2;
   float* const squares = own.squares + own.turn * 8;
   own.turn ^= 1;
   float square = 0;
   int summed = 0, begun = first;
+  uint2 x[2]; /* what the lane multiplies; of a row of one part the same for all columns */
+  const auto multiplied = [&](int part) { return LAST == 1024 || part < PARTS - 1 || warp * 128 < LAST; };
   #pragma unroll 1
   for (int group = first; group < last; group++) {
-    float sum[2][4] = {};
-    const auto multiply = [&](int part) {
+    rlx_chain_sum sum = {};
+    const auto piece = [&](int part, bool anew) {
+      uint4 w[4];
       rlx_ring_await(own.filled + own.place, own.phase);
-      if (LAST == 1024 || part < PARTS - 1 || warp * 128 < LAST) {
-        uint4 w[2][2], x[2];
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          x[i] = *(const uint4*)(row + part * 2048 + g % 2 * 128 + chunks[i]);
+      if (multiplied(part)) {
+        rlx_chain_weights(w, weights + own.place * RLX_CHAIN_PIECE);
+        if (anew)
           #pragma unroll
-          for (int half = 0; half < 2; half++) w[i][half] = *(const uint4*)(weights + own.place * RLX_CHAIN_PIECE + half * 4 * 2048 + chunks[i]);
-        }
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          rlx_multiply<F16>(sum[0], w[i][0].x, w[i][1].x, w[i][0].y, w[i][1].y, make_uint2(x[i].x, x[i].y));
-          rlx_multiply<F16>(sum[1], w[i][0].z, w[i][1].z, w[i][0].w, w[i][1].w, make_uint2(x[i].z, x[i].w));
-        }
+          for (int i = 0; i < 2; i++)
+            asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(x[i].x), "=r"(x[i].y) : "r"(x_at + part * 2048 + i * 128) : "memory");
+        rlx_chain_multiply<F16>(sum, w, x);
       }
       rlx_ring_leave(own.used + own.place, lane);
       if (++own.place == SLOTS) own.place = 0, own.phase ^= 1;
@@ -121,7 +142,7 @@ RLX_FN void rlx_chain_product(
       X held[AHEAD], more[AHEAD];
       const auto start = [&](int part, uint4& to, X& with) {
         const int d = part * 1024 + warp * 128 + lane * 4;
-        if (LAST == 1024 || part < PARTS - 1 || warp * 128 < LAST) to = hear(d), fetch(with, d);
+        if (multiplied(part)) to = hear(d), fetch(with, d);
       };
       #pragma unroll
       for (int n = 0; n < AHEAD; n++) start(n, heard[n], held[n]);
@@ -135,35 +156,33 @@ RLX_FN void rlx_chain_product(
         for (int n = 0; n < AHEAD; n++) {
           const int part = at + n, d = part * 1024 + warp * 128 + lane * 4;
           if (PARTS % AHEAD && part >= PARTS) break;
-          if (LAST == 1024 || part < PARTS - 1 || warp * 128 < LAST) {
+          if (multiplied(part)) {
             while (!ready(heard[n])) heard[n] = hear(d);
             float out[4];
             make(held[n], heard[n], out, square);
-            *(uint2*)(row + part * 2048 + lane * 8) = make_uint2(rlx_near_pair<F16>(out[0], out[1]), rlx_near_pair<F16>(out[2], out[3]));
+            const uint32_t low = rlx_near_pair<F16>(out[0], out[1]), high = rlx_near_pair<F16>(out[2], out[3]);
+            asm volatile("st.shared.u32 [%0], %1; st.shared.u32 [%0 + 8], %2;" ::"r"(made_at + part * 2048), "r"(low), "r"(high) : "memory");
             __syncwarp();
           }
-          if (NORM && part == PARTS - 1) {
-            #pragma unroll
-            for (int by = 16; by > 0; by /= 2) square += rlx_from(square, 32, by);
-            if (lane == 0) squares[warp] = square;
-          }
-          multiply(part);
+          piece(part, true);
         }
         if (PARTS > AHEAD)
           #pragma unroll
           for (int n = 0; n < AHEAD; n++) heard[n] = next[n], held[n] = more[n];
       }
+      if (NORM) {
+        #pragma unroll
+        for (int by = 16; by > 0; by /= 2) square += rlx_from(square, 32, by);
+        if (lane == 0) squares[warp] = square;
+      }
     } else {
       #pragma unroll 1
-      for (int part = 0; part < PARTS; part++) multiply(part);
+      for (int part = 0; part < PARTS; part++) piece(part, PARTS > 1);
     }
     float* const sums = own.sums + own.half * STEP;
-    #pragma unroll
-    for (int half = 0; half < 2; half++) { /* lane 4 * g + g / 2 has the sum of row g */
-      float all = g % 2 ? sum[0][2 * half + 1] + sum[1][2 * half + 1] : sum[0][2 * half] + sum[1][2 * half];
-      all += rlx_from(all, 32, 4);
-      if (t == g / 2 && g % 2 == 0) sums[warp * RLX_CHAIN_SUMS + summed * 8 + half * 4 + g / 2] = all;
-    }
+    const float low = sum.low[0] + sum.low[3], high = sum.high[0] + sum.high[3], mine = lower ? low : high;
+    const float theirs = rlx_from(lower ? high : low, 32, 5);
+    if (kept) sums[place + summed * 8] = mine + theirs;
     if (++summed < SPAN && group < last - 1) continue;
     rlx_sync<256>();
     if (threadIdx.x < summed * UNIT) {

@@ -28,8 +28,9 @@ from rlx.backends.cuda.chain import (  # isort: skip
 
 HEADS, ARGUMENT, WORDS = range(3)  # of an entry: a number, an argument's address, an address of words
 KIND = "RLX_KIND"  # in place of the number of a stage's kind
-# pieces in flight, of chains whose largest product is shorter than SHORT, than MIDDLE, longer; more of the last product,
-WINDOWS, MORE = (1, 5, 6), 3  # behind which nothing waits
+# pieces in flight, of chains whose largest product is shorter than SHORT, than MIDDLE, longer; cycles from one to the next, since
+# weights that come in bursts hold up the words; more pieces of the last product, behind which nothing waits
+WINDOWS, PACES, MORE = (2, 5, 6), (1200, 0, 0), 3
 LOG2E = 1.4426950408889634
 ALIGNED = 128  # bytes, of what shared memory has for a stage
 FINISHED = 64  # columns that a block finishes at once
@@ -200,11 +201,11 @@ class ProductWriter(StageWriter):
     def weights(self) -> str:
         p, c, stages = self.product, self.contract, self.operands.chain.stages
         place = self.entry((ARGUMENT, self.operands.argument(p.step, p.kernel.buffers.index(p.weights.buffer))))
-        largest = largest_bytes(stages, self.blocks)
-        window = WINDOWS[(largest >= SHORT) + (largest >= MIDDLE)]
-        window += MORE * (self.number == max(i for i, s in enumerate(stages) if isinstance(s, Product)))
+        largest, last = largest_bytes(stages, self.blocks), max(i for i, s in enumerate(stages) if isinstance(s, Product))
+        size = (largest >= SHORT) + (largest >= MIDDLE)
+        window, pace = (WINDOWS[size], PACES[size]) if self.number < last else (WINDOWS[size] + MORE, 0)
         pitch = p.weights.col_stride * 2
-        how = f"{c.n}, {c.k}, RLX_SLOTS, {window}, {pitch}ll, {pitch * c.n * (c.also is not None)}ll"
+        how = f"{c.n}, {c.k}, RLX_SLOTS, {window}, {pace}, {pitch}ll, {pitch * c.n * (c.also is not None)}ll"
         return f"rlx_chain_feed<{how}>(own, rlx_shared, filled, used, (const unsigned char*){place} + {2 * p.offset}ll);"
 
     def listen(self) -> None:

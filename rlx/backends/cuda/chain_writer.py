@@ -108,7 +108,7 @@ def _kernel(kinds: _Kinds, operands: Operands, heads: Attention | None, area: in
     yield f"  if (threadIdx.x / 32 == {WARPS}) rlx_ring_begin(filled, RLX_SLOTS, {WARPS}, threadIdx.x % 32);"
     yield "  __syncthreads();"
     yield f"  if (threadIdx.x / 32 == {WARPS}) {{  // weights do not wait for the kernels in front"
-    yield "    rlx_chain_copies own = {0, 0, 0, 0};"
+    yield "    rlx_chain_copies own = {0, 0, 0, 0, 0};"
     yield "    #pragma unroll 1"
     yield f"    for (const uint64_t* row = table; (row[0] & 255) != {DONE}; row += row[0] >> 8)"
     yield "      switch (row[0] & 255) {"
