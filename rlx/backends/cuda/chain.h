@@ -210,13 +210,13 @@ RLX_FN float rlx_chain_total(const float* squares) {
 /* A block has one head of queries and every SPLITS-th of the keys in use; LANES lanes have 8 elements each of a key and its value, AHEAD
    keys at a time, the first of them loaded before the query is known. T states the sizes. */
 template <class T> struct rlx_chain_keys { uint4 k[T::AHEAD], v[T::AHEAD]; };
-struct rlx_chain_share { int low, end, split, active; }; /* keys [low, end) are in memory; this block's share of them */
+struct rlx_chain_share { int low, end, split, active; }; /* keys [low, end) are in memory, key `end` is new; this block's share of them */
 
 RLX_FN float rlx_exp2_of(float a) { float out; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(a)); return out; }
 template <class T> RLX_FN rlx_chain_share rlx_chain_share_of(int position, int window, int split) {
   constexpr int EACH = T::AHEAD * 8 * (32 / T::LANES);
-  const int low = window && position - window + 1 > 0 ? position - window + 1 : 0, wanted = (position - low + EACH - 1) / EACH;
-  return {low, position, split, wanted < 1 ? 1 : wanted < T::SPLITS ? wanted : T::SPLITS};
+  const int low = window && position - window + 1 > 0 ? position - window + 1 : 0, wanted = (position - low + EACH) / EACH;
+  return {low, position, split, wanted < T::SPLITS ? wanted : T::SPLITS};
 }
 template <class T> RLX_FN int rlx_chain_key(const rlx_chain_share& of, int turn, int n) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -297,7 +297,7 @@ template <class T, class Q, class E> RLX_FN void rlx_chain_attend(
   constexpr int STEP = T::AHEAD * 8 * (32 / T::LANES);
   uint4* const own = (uint4*)later + threadIdx.x; /* this thread's elements of the next turn: k, then v */
   for (int turn = 0;; turn++) {
-    const bool last = of.low + (turn + 1) * STEP * of.active >= of.end;
+    const bool last = of.low + (turn + 1) * STEP * of.active > of.end;
     #pragma unroll
     for (int n = 0; n < T::AHEAD; n++) {
       const int key = rlx_chain_key<T>(of, turn + 1, n);
@@ -305,8 +305,11 @@ template <class T, class Q, class E> RLX_FN void rlx_chain_attend(
       rlx_chain_copy(own + n * 256, k + (long long)key * T::K_ROW + at), rlx_chain_copy(own + (T::AHEAD + n) * 256, v + (long long)key * T::V_ROW + at);
     }
     #pragma unroll
-    for (int n = 0; n < T::AHEAD; n++) keys[n] = rlx_chain_key<T>(of, turn, n);
-    rlx_chain_use<T>(soft, held.k, held.v, query, keys, of.end);
+    for (int n = 0; n < T::AHEAD; n++) {
+      keys[n] = rlx_chain_key<T>(of, turn, n);
+      if (keys[n] == of.end && at < T::SIZE) held.k[n] = *(const uint4*)(k_new + at), held.v[n] = *(const uint4*)(v_new + at);
+    }
+    rlx_chain_use<T>(soft, held.k, held.v, query, keys, of.end + 1);
     if (last) break;
     asm volatile("cp.async.wait_all;" ::: "memory");
     #pragma unroll
@@ -314,12 +317,6 @@ template <class T, class Q, class E> RLX_FN void rlx_chain_attend(
       const bool there = rlx_chain_key<T>(of, turn + 1, n) < of.end && at < T::SIZE;
       held.k[n] = there ? own[n * 256] : make_uint4(0, 0, 0, 0), held.v[n] = there ? own[(T::AHEAD + n) * 256] : make_uint4(0, 0, 0, 0);
     }
-  }
-  if (of.split == 0 && warp == 0) {
-    const bool there = at < T::SIZE;
-    const uint4 zero = make_uint4(0, 0, 0, 0), k_one[1] = {there ? *(const uint4*)(k_new + at) : zero}, v_one[1] = {there ? *(const uint4*)(v_new + at) : zero};
-    const int one[1] = {lane < T::LANES ? 0 : 1};
-    rlx_chain_use<T>(soft, k_one, v_one, query, one, 1);
   }
   #pragma unroll
   for (int by = T::LANES; by < 32; by *= 2) {
