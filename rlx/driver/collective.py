@@ -192,7 +192,7 @@ class Collectives:
         if not _is_plain(array) or not array.flags.c_contiguous:
             raise CallMismatchError(f"expected a C-contiguous numpy array, got {_described(array)}")
         if array.nbytes != buffer.len:
-            raise CallMismatchError(f"scratch of {buffer.len} bytes ({buffer}) for an array of {array.nbytes} bytes")
+            raise CallMismatchError(f"scratch of {buffer.len} bytes for an array of {array.nbytes}: both must be equally long")
         if what in IN_PLACE and not array.flags.writeable:
             raise CallMismatchError("the array is read-only, but this collective writes its result in place")
         dtype = as_dtype(array.dtype)

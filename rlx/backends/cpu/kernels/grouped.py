@@ -43,8 +43,8 @@ def claim(node: Node) -> str | None:
     assert isinstance(attrs, ConvAttrs)
     if attrs.groups == 1:
         return "a convolution that sums over all channels is a product of windows"
-    if not attrs.channels_last or not 3 <= x.rank <= 4:
-        return f"the direct kernel takes [batch, *spatial, channels] with 1 or 2 spatial dims, not {x.shape}"
+    if not attrs.channels_last:
+        return f"the direct kernel takes [batch, *spatial, channels], not {x.shape}"
     if w.dims[-2] not in GROUPS or w.dims[-1] != x.dims[-1]:
         return f"the direct kernel has groups of {GROUPS} channels in x and in the result, not {w.shape} in {attrs.groups} groups"
     wide, channels = w.shape.static[-3], min(w.shape.static[-2], SPREAD)
@@ -92,6 +92,16 @@ class _Side:
     dilation: int
     low: int
 
+    def rows(self, e: Emitter, place: V) -> tuple[V, tuple[V, V]]:
+        """The row of x at the first row of the window of a row of the result, and which rows of the window are inside x."""
+        top = e.bin("sub", e.bin("mul", place, self.stride), self.low)
+        above, below = e.intrinsic("smax", e.bin("sub", e.i64(0), top), e.i64(0)), e.bin("sub", e.i64(self.size), top)
+        start, stop = (e.bin("sdiv", e.bin("add", n, self.dilation - 1), self.dilation) for n in (above, below))
+        return top, (start, e.intrinsic("smin", stop, e.i64(self.window)))
+
+
+ONE = _Side(1, 1, 1, 1, 1, 0)
+
 
 class _Grouped(Module):
     """`across`: positions of a tile; `vectors`: of channels. `chunks`: parts of the channels that tasks may share a row by."""
@@ -104,8 +114,9 @@ class _Grouped(Module):
         self.batch, *places, self.channels = result
         facts = (attrs.each(name, len(places)) for name in ("strides", "dilation", "low"))
         sides = [_Side(*numbers) for numbers in zip(x.dims[1:-1], places, self.w.dims, *facts)]
-        self.high, self.wide = [_Side(1, 1, 1, 1, 1, 0), *sides][-2:]
+        self.deep, self.high, self.wide = [ONE, ONE, *sides][-3:]
         self.x, self.image = x, Layout(x.buffer.dtype, ([0, *x.strides[1:-1]])[-2], x.strides[-2])
+        self.plane = x.strides[1] * x.buffer.dtype.itemsize  # bytes, of an image of three dims
         self.axes = [v for v, _ in native.axes] or [Var("n") for _ in result]
         acc = native.acc or Var("acc", native.outputs[0].buffer.dtype.compute)
         self.acc, self.epilogue = acc, native.epilogue
@@ -119,7 +130,7 @@ class _Grouped(Module):
         self.across = -(-self.wide.out // -(-self.wide.out // sums)) if self.wide.out else 1
         self.vectors = max(1, min(sums // self.across, self.channels // self.lanes))
         self.blocks = self.channels // (self.vectors * self.lanes)
-        self.rows = self.batch * self.high.out
+        self.rows = self.batch * self.deep.out * self.high.out
         work = self.rows * self.wide.out * self.channels * prod(self.w.dims[:-1])
         wanted = tiling.get("tasks", tasks_of(work // MULTIPLY_GRAIN, target.threads))
         self.chunks = max(1, min(self.blocks, -(-wanted // max(1, self.rows)))) if wanted > self.rows else 1
@@ -134,24 +145,29 @@ class _Grouped(Module):
             hoist(self.epilogue, scope)
             with e.loop(*share(e, TASK, self.rows * self.chunks, self.tasks), nonempty=True) as at:
                 chunk, row = divided(e, at.index, self.chunks)
-                place, image = divided(e, row, self.high.out)
-                inside = scope.child(dict(zip(self.axes, (image, *[place] * (len(self.axes) - 3)))))
+                place, depth, image = self._places(e, row)
+                inside = scope.child(dict(zip(self.axes, (image, *(depth, place)[5 - len(self.axes) :]))))
                 hoist(self.epilogue, inside)
-                self._row(e, inside, chunk, place, self._address(e, scope, self.x, image))
+                self._row(e, inside, chunk, (depth, place), self._address(e, scope, self.x, image))
         return self.rendered(e, symbol, self.tasks)
+
+    def _places(self, e: Emitter, row: V) -> tuple[V, V, V]:
+        """Row, plane and image of a row of the result, by its number."""
+        place, rest = divided(e, row, self.high.out)
+        return (place, *divided(e, rest, self.deep.out)) if self.deep is not ONE else (place, e.i64(0), rest)
 
     def _address(self, e: Emitter, scope: Scope, view: View, first: V | None = None) -> V:
         """Where a view begins, at index `first` of its first dim."""
         base = e.gep(scope.pointers[view.buffer], view.offset * view.buffer.dtype.itemsize)
         return base if first is None else step(e, base, first, view.strides[0] * view.buffer.dtype.itemsize)
 
-    def _row(self, e: Emitter, scope: Scope, chunk: V, row: V, image: V) -> None:
-        """The chunk's channels of one row of the result."""
-        side = self.high
-        top = e.bin("sub", e.bin("mul", row, side.stride), side.low)  # the row of x at the first row of the window
-        above, below = e.intrinsic("smax", e.bin("sub", e.i64(0), top), e.i64(0)), e.bin("sub", e.i64(side.size), top)
-        start, stop = (e.bin("sdiv", e.bin("add", n, side.dilation - 1), side.dilation) for n in (above, below))
-        rows = start, e.intrinsic("smin", stop, e.i64(side.window))
+    def _row(self, e: Emitter, scope: Scope, chunk: V, places: tuple[V, V], image: V) -> None:
+        """The chunk's channels of one row of the result, at (plane, row)."""
+        planes = None
+        if self.deep is not ONE:
+            first, planes = self.deep.rows(e, places[0])
+            image = step(e, image, first, self.plane)
+        top, rows = self.high.rows(e, places[1])
         line = self.image.at(e, image, top)
         channels = share(e, chunk, self.blocks, self.chunks)
         last = e.cmp("eq", chunk, e.i64(self.chunks - 1))
@@ -159,7 +175,7 @@ class _Grouped(Module):
         for shape, tiles in groupby(self._tiles(), key=lambda tile: tile[1:]):
             starts = [start for start, *_ in tiles]
             with e.loop(starts[0], starts[-1] + 1, self.across) as tile:
-                at = line, rows, tile.index, shape
+                at = line, (planes, rows), tile.index, shape
                 if self.blocks:
                     with e.loop(*channels) as block:
                         self._tile(e, scope, *at, e.bin("mul", block.index, whole), self.vectors, 0)
@@ -184,10 +200,11 @@ class _Grouped(Module):
         return sorted((t * side.stride + q * side.dilation, t, q) for t in range(have) for q in range(side.window))
 
     def _tile(
-        self, e: Emitter, scope: Scope, line: V, rows: tuple[V, V], first: V, shape: tuple[int, frozenset[tuple[int, int]]],
-        channel: V, vectors: int, tail: int,
+        self, e: Emitter, scope: Scope, line: V, seen: tuple[tuple[V, V] | None, tuple[V, V]], first: V,
+        shape: tuple[int, frozenset[tuple[int, int]]], channel: V, vectors: int, tail: int,
     ) -> None:  # fmt: skip
-        """Positions from `first` on, and `vectors` of channels; the last has `tail` channels (0: all)."""
+        """Positions from `first` on, and `vectors` of channels; the last has `tail` channels (0: all). `seen`: planes and rows of
+        the window that are inside x."""
         have, ty = shape[0], vector(stored(self.acc.dtype), self.lanes)
         tails = [0] * (vectors - 1) + [tail]
         start = [V("zeroinitializer", ty)] * vectors
@@ -202,14 +219,27 @@ class _Grouped(Module):
         firsts = [e.bin("add", channel, v * self.lanes) for v in range(vectors)]
         if self.group >= self.lanes:
             firsts = [e.bin("and", first, -self.group) for first in firsts]  # of the group
-        with e.loop(*rows, carried=start * have) as loop:
-            here = self.image.at(e, x, e.bin("mul", loop.index, self.high.dilation))
-            of_row = step(e, w, loop.index, self.wide.window * self.group * self.channels * weights.itemsize)
-            loop.next = self._taps(e, [step(e, here, first, each) for first in firsts], of_row, loop.carried, shape, tails)
+        planes, rows = seen
+        each_row = self.wide.window * self.group * self.channels * weights.itemsize
+
+        def summed(x: V, w: V, sums: Sequence[V]) -> list[V]:
+            with e.loop(*rows, carried=sums) as loop:
+                here = self.image.at(e, x, e.bin("mul", loop.index, self.high.dilation))
+                of_row = step(e, w, loop.index, each_row)
+                loop.next = self._taps(e, [step(e, here, first, each) for first in firsts], of_row, loop.carried, shape, tails)
+            return loop.results
+
+        if planes is None:
+            totals = summed(x, w, start * have)
+        else:
+            with e.loop(*planes, carried=start * have) as loop:
+                here = step(e, x, e.bin("mul", loop.index, self.deep.dilation), self.plane)
+                loop.next = summed(here, step(e, w, loop.index, self.high.window * each_row), loop.carried)
+            totals = loop.results
         if self.heavy:
-            self._finish_in_turn(e, scope, loop.results, first, channel, have, tails)
+            self._finish_in_turn(e, scope, totals, first, channel, have, tails)
             return
-        for n, total in enumerate(loop.results):
+        for n, total in enumerate(totals):
             (t, v), mask = divmod(n, vectors), lane_mask(self.lanes, tail) if tail and n % vectors == vectors - 1 else None
             at = scope.child({self.axes[-2]: e.bin("add", first, t)})
             base = e.bin("add", channel, v * self.lanes)
