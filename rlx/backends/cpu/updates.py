@@ -75,7 +75,7 @@ def _stored(kernel: Kernel) -> tuple[Var, Store]:
 
 def _is_copied_updated_stored(kernel: Kernel) -> bool:
     """Whether three loops fill a Local, update it and store it, and the result may take its place: the result rounds as the Local
-    does, or nothing reads what was updated, and no memory that is read later may be shared with it."""
+    does, or nothing reads what was updated but one element once, and no memory that is read later may be shared with it."""
     loops = [s for s in kernel.body if isinstance(s, Loop) and not s.reduces and not s.carries]
     if len(loops) != 3 or len(kernel.body) != 3 or len(kernel.locals) != 1 or kernel.limits:
         return False
@@ -93,7 +93,7 @@ def _is_copied_updated_stored(kernel: Kernel) -> bool:
         return False
     places = {b: n for n, b in enumerate(kernel.buffers)}
     shared = any((places[b], places[result]) in may_overlap(kernel) for b in loads if isinstance(b, Buffer))
-    return not shared and (line.dtype == result.dtype or line not in loads)
+    return not shared and (line.dtype == result.dtype or line not in loads or updates.extent == 1)
 
 
 def _of_buffer(body: tuple[Stmt, ...], buffer: Buffer | Local, at: Callable[[Expr], Expr]) -> tuple[Stmt, ...]:
