@@ -21,6 +21,7 @@ from rlx.ir.ops import elementwise as e
 from rlx.ir.ops import state as s
 from rlx.ir.ops import view as v
 from rlx.ir.ops.index import gather
+from rlx.ir.ops.order import argmax, argmin
 from rlx.ir.ops.pool import max_pool
 from rlx.ir.ops.rules import axis_of
 from rlx.ir.rewrite import Rule, Var, pattern, rewrite, rule
@@ -218,6 +219,13 @@ def slice_known_rows(node: Node, x: Value, c: Value) -> Value | None:
     return v.slice_axis(x, axis, start, stop, step).reshape(node.shapes[0].dims)
 
 
+@rule(pattern(argmax, X), pattern(argmin, X))
+def choose_the_only_one(node: Node, x: Value) -> Value | None:
+    """The greatest and the least of one element are element 0."""
+    axis, result = axis_of(node.attrs.axis, x.rank), node.shapes[0]  # type: ignore[union-attr]
+    return v.broadcast_to(constant(0, result.dtype), dims=result.dims) if x.dims[axis] == 1 else None
+
+
 @rule()
 def fold_constants(node: Node) -> Value | None:
     """An op on constants only is replaced by the result of its reference. Ops without operands are not folded (computing an
@@ -238,7 +246,7 @@ RULES: tuple[Rule, ...] = (
     multiply_by_one, add_negative_zero, add_integer_zero, undo_twice, take_first, take_second, drop_neutral, split_again,
     merge_transposes,
     keep_outer_dims, drop_view, drop_cast, merge_casts, merge_casts_around_views, pool_narrow,
-    take_known_rows, slice_known_rows, fold_constants,
+    take_known_rows, slice_known_rows, choose_the_only_one, fold_constants,
 )  # fmt: skip
 
 def share_equal(graph: Graph) -> Graph:
