@@ -25,7 +25,8 @@ from rlx.host.emit import Emitter, V, stored, vector
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import Kernel, Native, Store, Var, View, linear
 from rlx.ir.ops import conv, copy, pack
-from rlx.ir.ops.conv import ConvAttrs
+from rlx.ir.ops.conv import SEVERAL, ConvAttrs
+from rlx.ir.ops.view import broadcast_to, reshape, unsqueeze
 from rlx.ir.target import Target
 from rlx.records import record
 
@@ -45,7 +46,7 @@ def claim(node: Node) -> str | None:
         return "a convolution that sums over all channels is a product of windows"
     if not attrs.channels_last:
         return f"the direct kernel takes [batch, *spatial, channels], not {x.shape}"
-    if w.dims[-2] not in GROUPS or w.dims[-1] != x.dims[-1]:
+    if w.dims[-2] not in GROUPS or (w.dims[-1] != x.dims[-1] and not several(node)):
         return f"the direct kernel has groups of {GROUPS} channels in x and in the result, not {w.shape} in {attrs.groups} groups"
     wide, channels = w.shape.static[-3], min(w.shape.static[-2], SPREAD)
     edges = 2 * wide + 3 if attrs.each("dilation", x.rank - 2)[-1] > 1 else 5  # tiles with code of their own
@@ -54,10 +55,21 @@ def claim(node: Node) -> str | None:
     return None
 
 
+def several(node: Node) -> int:
+    """Results of each channel, if they are a few; 0: they are one, or a group has several channels."""
+    (*_, inner, out), channels = node.inputs[1].shape.static, node.inputs[0].shape.static[-1]
+    return out // channels if inner == 1 and channels < out < SEVERAL * channels else 0
+
+
 def split(node: Node) -> Value | None:
-    """The convolution of a copy with channels last, if x is a view without: lanes would be gathered for each row of a window."""
-    x, *others = node.inputs
-    return None if adjacent(x, (x.rank - 1,)) else conv(copy(x), *others, **vars(node.attrs))  # type: ignore[return-value]
+    """The convolution of a copy of x: with each channel as often as it has results, or with channels last, if x is a view without
+    (lanes would be gathered for each row of a window)."""
+    x, w, *bias = node.inputs
+    if many := several(node):
+        wide = broadcast_to(unsqueeze(x, axes=x.rank), dims=(*x.dims, many))
+        x = reshape(wide, dims=(*x.dims[:-1], w.dims[-1]))
+        return conv(copy(x), w, *bias, **(vars(node.attrs) | {"groups": w.dims[-1]}))  # type: ignore[return-value]
+    return None if adjacent(x, (x.rank - 1,)) else conv(copy(x), w, *bias, **vars(node.attrs))  # type: ignore[return-value]
 
 
 def packs(node: Node, *_: object) -> Value:
@@ -111,6 +123,7 @@ class _Grouped(Module):
         self.kernel, attrs, (x, self.w, *self.bias) = kernel, native.attrs, native.inputs
         assert isinstance(attrs, ConvAttrs)
         result = native.results[0]
+        assert self.w.dims[-1] == x.dims[-1], "split gives each channel of the result one of x"
         self.batch, *places, self.channels = result
         facts = (attrs.each(name, len(places)) for name in ("strides", "dilation", "low"))
         sides = [_Side(*numbers) for numbers in zip(x.dims[1:-1], places, self.w.dims, *facts)]
