@@ -131,7 +131,7 @@ def along(draw: Draw) -> Case:
 
 
 def norm(draw: Draw) -> Case:
-    dims, (n, c, side) = draw.dims(), (draw.choice((1, 2, 5)), draw.choice((3, 8, 16, 33, 64, 96, 320)), draw.side(60))
+    dims, (n, c, side) = draw.dims(), (draw.choice((1, 2, 5)), draw.choice((3, 8, 16, 33, 64, 96, 320)), max(2, draw.side(60)))
     groups, last = draw.choice([g for g in (1, 2, 3, 4, 8, c) if c % g == 0]), dims[-1:]
     x, w = draw.normal(*dims), draw.weight(*last)
     image = [draw.normal(*draw.within(draw.elements / side**2, n), c, side, side), draw.weight(c), draw.weight(c)]
