@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import rlx
@@ -249,6 +249,7 @@ def test_a_schedule_changes_no_result(
     """Dims with the op's axis first, in the middle or last; lengths around a block, a vector and a run of columns."""
     dims = {0: (min(length, 9), inner), 1: (outer, min(length, 40), inner), 2: (outer, length)}[axis]
     axis = len(dims) - 1 if name in ("sort", "top_k") else axis if axis < 2 else 1
+    assume(dims[axis] > 1 or "arg" not in name)  # they are no kernel
     kind = kind if np.dtype(dtype).kind == "f" or kind == "ties" else "normal"
     kernel = plain_kernel(lambda x: OPS[name](x, axis, flag), dims, KINDS[dtype])
     scheduled, loops = schedule(kernel, threads), in_loops(kernel)

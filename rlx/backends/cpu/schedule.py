@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from rlx.backends.cpu.schedule_lines import along_lines, columns_together
+from rlx.backends.cpu.schedule_lines import LANES, along_lines, columns_together
 from rlx.backends.cpu.sorting import sorts
 from rlx.backends.cpu.updates import updated_in_place, with_long_runs
 from rlx.backends.shared.lines import in_loops
@@ -28,7 +28,7 @@ ROWS_AT_ONCE = 4  # rows from as many parts of the axis, each part read in order
 
 def schedule(kernel: Kernel, target: Target) -> Kernel:
     """The kernel in the order in which a CPU runs it."""
-    lines = with_long_runs(along_lines(long_sums(column_walks(kernel, target.run_columns)), target))
+    lines = with_long_runs(along_lines(long_sums(rows_in_lanes(column_walks(kernel, target.run_columns))), target))
     in_place = updated_in_place(lines, target) is not lines  # when it is rendered
     return in_loops(sorts(lines if in_place else columns_together(lines, target)))
 
@@ -58,6 +58,28 @@ def column_walks(kernel: Kernel, most: int) -> Kernel:
     rest = substitute(tuple(s for s in loop.body if s not in walked), {loop.var: at(column), **here})
     made.append(replace(loop, var=column, extent=columns, body=rest))
     return replace(kernel, locals=(*kernel.locals, *totals.values()), grid=grid, body=tuple(made))
+
+
+def rows_in_lanes(kernel: Kernel) -> Kernel:
+    """A kernel that reduces columns which lie in memory as rows do, with lanes along them."""
+    loop, *others = kernel.body or (None,)
+    if others or not isinstance(loop, Loop) or not loop.vector or loop.reduces or any(x.var is loop.var for x in kernel.limits):
+        return kernel
+    rows = [s for s in loop.body if isinstance(s, Loop)]
+    plain = all(isinstance(s, Let | Store | Loop) for s in loop.body)
+    if not rows or not plain or not all(_lies_in_a_row(s, loop) for s in rows):
+        return kernel
+    body = tuple(replace(s, vector=True) if isinstance(s, Loop) else s for s in loop.body)
+    return replace(kernel, grid=(*kernel.grid, (loop.var, loop.extent)), body=body)
+
+
+def _lies_in_a_row(inner: Loop, around: Loop) -> bool:
+    """Whether a reduction reads adjacent elements, other ones in each iteration of the loop around it."""
+    if inner.vector or inner.carries or not inner.reduces or inner.extent < LANES:
+        return False
+    loads = [x for x in walk(inner) if isinstance(x, Load)]
+    row = all(coefficient(x.index, inner.var) == 1 and coefficient(x.index, around.var) not in (None, 1) for x in loads)
+    return bool(loads) and row and all(isinstance(s, Let) for s in inner.body)
 
 
 def _runs(columns: int, most: int) -> int:
