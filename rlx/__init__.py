@@ -79,6 +79,7 @@ _HOMES = {  # module -> the other names that it provides
     "rlx.runtime.saving": "save",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
+_WITHOUT_NUMPY = frozenset("rlx.cli rlx.errors rlx.forks rlx.frontends rlx.host rlx.knobs".split())
 
 
 def _imported(module: str) -> Any:
@@ -87,6 +88,8 @@ def _imported(module: str) -> Any:
     from rlx.garbage import Uncollected
 
     with Uncollected(stays=module not in sys.modules):
+        if module not in _WITHOUT_NUMPY:
+            import_module("rlx.ir")  # imports numpy, amid fewer calls than `module` would
         return import_module(module)
 
 

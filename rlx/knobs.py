@@ -66,6 +66,18 @@ def ranks_by_others() -> tuple[str, int] | None:
     return ("PMIX_RANK", 0) if "PMIX_RANK" in os.environ else None
 
 
+@contextmanager
+def unless_set(name: str, value: str) -> Iterator[None]:
+    """An environment variable has this value meanwhile, unless it has one."""
+    kept = os.environ.get(name)
+    os.environ[name] = kept or value
+    try:
+        yield
+    finally:
+        if not kept:
+            del os.environ[name]
+
+
 def environment(**values: object) -> dict[str, str]:
     """This process's environment with these variables added, for a child process."""
     return {**os.environ, **{name: str(value) for name, value in values.items()}}

@@ -16,6 +16,7 @@ import rlx
 from rlx.ir import functions, ops
 from rlx.ir.body import Body
 from rlx.ir.dtype import DType
+from rlx.ir.first import BLAS_SPIN
 from rlx.ir.methods import ATTRIBUTES
 from rlx.ir.op import Kind
 from rlx.ir.ops import OWN
@@ -52,6 +53,19 @@ def test_the_first_use_of_a_name_loads_no_slow_modules() -> None:
         "print(json.dumps(sorted(set(sys.modules) - before)))"
     ))  # fmt: skip
     assert "rlx.runtime.session" in loaded and not slow & set(loaded)
+
+
+@pytest.mark.parametrize("chosen", [None, "20"])
+def test_numpy_is_imported_with_threads_that_sleep_soon_and_the_environment_stays(chosen: str | None) -> None:
+    name, cycles = BLAS_SPIN
+    code = (
+        f"import os, sys, rlx; os.environ.pop({name!r}, None); os.environ |= {{k: v for k, v in {[(name, chosen)]} if v}}\n"
+        f"seen, find = [], lambda module, *_: seen.append(os.environ.get({name!r})) if module == 'numpy' else None\n"
+        f"sys.meta_path.insert(0, type('Finder', (), {{'find_spec': find}}))\n"
+        f"for package in rlx._WITHOUT_NUMPY: getattr(rlx, package.removeprefix('rlx.'))\n"
+        f"print(seen); rlx.Graph; print(seen[0], os.environ.get({name!r}))"
+    )
+    assert _python(code).splitlines() == ["[]", f"{chosen or cycles} {chosen}"]
 
 
 def test_names_are_where_type_checkers_find_them() -> None:

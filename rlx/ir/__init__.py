@@ -1,6 +1,7 @@
 """The IRs: graphs with their ops, shapes and dtypes; kernels and programs, which the compiler hands to backends."""
 
 # isort: off
+from rlx.ir import first as first
 from rlx.errors import (  # isort: skip
     AttributeValueError, DTypeError, DuplicateNameError, GraphError, IndexRangeError, InputDTypeError, InputShapeError,
     MissingInputError, NumericsError, OptionError, ParseError, RlxError, ShapeError, UnboundDimError, UnknownNameError,
