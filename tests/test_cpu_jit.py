@@ -375,7 +375,7 @@ def test_kernels_are_made_while_the_graph_is_lowered(monkeypatch: pytest.MonkeyP
     g.assign(h, h * 2.0)
     foreseen: list[tuple[str, bool]] = []
 
-    def ahead(make: Any, threads: int, weight: Any) -> Any:
+    def ahead(make: Any, threads: int, weight: Any, first: Any) -> Any:
         return lambda job: (foreseen.append((job.key, job.once)), make(job))
 
     def at_once(make: Any, jobs: Any, progress: Any) -> Any:
@@ -400,8 +400,11 @@ def test_the_heaviest_of_what_waits_is_made_next() -> None:
         gate.wait(60)
         made.append(n)
 
-    ahead = once.Ahead(make, 1, lambda n: n % 10)
-    ahead(11)
+    def first() -> None:
+        make(11)
+        raise ValueError
+
+    ahead = once.Ahead(make, 1, lambda n: n % 10, first)
     begun.wait(60)
     for n in (1, 5, 12, 3, 25):
         ahead(n)

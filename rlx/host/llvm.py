@@ -118,7 +118,7 @@ def load() -> dict[str, Callable[..., Any]]:
         path = os.path.join(_folder() or "", "binding", "libllvmlite.so")
         known = compiler_version().removeprefix("llvmlite-").rpartition(".")[0] in VERSIONS
         if not _functions and known and os.path.isfile(path):
-            library = ctypes.CDLL(path)
+            library = ctypes.CDLL(path, handle=_opened(path))
             made = {}
             for prototype, functions in ((ctypes.CFUNCTYPE, LONG), (ctypes.PYFUNCTYPE, SHORT)):
                 for name, (result, *args) in functions.items():
@@ -127,6 +127,13 @@ def load() -> dict[str, Callable[..., Any]]:
             made["InitializeNativeAsmPrinter"]()
             _functions.update(made)
     return _functions
+
+
+def _opened(path: str) -> int | None:
+    """The handle of a library. Relocating LLVM's takes 6 ms, in which `ctypes.CDLL` would keep the GIL; this does not."""
+    dlopen = ctypes.CDLL(None).dlopen
+    dlopen.restype, dlopen.argtypes = P, (Text, Int)
+    return dlopen(path.encode(), os.RTLD_NOW)  # None: it fails again in CDLL, which says why
 
 
 class Machine:

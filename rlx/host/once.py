@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
@@ -69,19 +70,30 @@ def started(work: Callable[[], None]) -> threading.Thread | None:
 class Ahead(Generic[Key]):
     """Calls a function with items given one by one, in up to `threads` threads, which end when nothing is left, or the process is
     about to end. Of those that wait, the one of the largest `weight` is next. Keeps the results as long as it is kept. Faults are
-    left to those who ask for the results."""
+    left to those who ask for the results. `first`, if given, is called at once, by the first of the threads."""
 
-    def __init__(self, make: Callable[[Key], object], threads: int, weight: Callable[[Key], Any] = lambda item: 0) -> None:
+    def __init__(
+        self, make: Callable[[Key], object], threads: int, weight: Callable[[Key], Any] = lambda item: 0,
+        first: Callable[[], object] | None = None,
+    ) -> None:  # fmt: skip
         self._make, self._threads, self._weight, self._made = make, threads, weight, list[object]()
-        self._todo, self._running, self._lock = deque[Key](), 0, Lock()
+        self._todo, self._lock = deque[Key](), Lock()
+        with self._lock:
+            self._running = self._started(first) if first else 0
 
     def __call__(self, item: Key) -> None:
         with self._lock:
             self._todo.append(item)
-            if self._running < self._threads and started(self._work) is not None:
-                self._running += 1
+            if self._running < self._threads:
+                self._running += self._started()
 
-    def _work(self) -> None:
+    def _started(self, first: Callable[[], object] = lambda: None) -> int:
+        """The number of threads that this starts, for `first` and then what waits: one, or none."""
+        return int(started(partial(self._work, first)) is not None)
+
+    def _work(self, first: Callable[[], object]) -> None:
+        with suppress(Exception):
+            first()
         while True:
             with self._lock:
                 if not self._todo or not threading.main_thread().is_alive():  # the exit waits for this thread

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rlx.backends.cpu import pool
+from rlx.backends.cpu.kernels import CLAIMED
 from rlx.backends.cpu.target import host_target
 from rlx.backends.shared.codes import KEPT, whole
 from rlx.driver.handles import HandleStore
@@ -23,7 +24,7 @@ from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import DeviceUnavailableError, RlxError
 from rlx.host import calls, llvm
-from rlx.host.once import Ahead, Once, at_once, started
+from rlx.host.once import Ahead, Once, at_once
 from rlx.host.processor import available_threads, missing_features, processor
 from rlx.ir.cost import Roofline
 from rlx.ir.kernel import Contract, Kernel, Native
@@ -70,9 +71,10 @@ class CpuBackend:
 
     def warm(self, target: Target) -> Callable[[Kernel, bool], None]:
         """Warming protocol."""
-        if not llvm.loaded():
-            started(_load_compiler)  # if it does not, the compile loads it
-        ahead = Ahead(_compiled.held, max(1, available_threads() - 1), _Job.weight)  # this thread lowers meanwhile
+        first = None if llvm.loaded() else _load_compiler
+        ahead = Ahead(_compiled.held, max(1, available_threads() - 1), _Job.weight, first)  # this thread lowers meanwhile
+        for name in ("render", "cost"):  # for `_generated`, whose thread would wait for the GIL after each file
+            import_module(f"rlx.backends.cpu.{name}")
         return lambda kernel, once: ahead(_Job(kernel_key(kernel), target, (), kernel, once))
 
     counts_kernels = True
@@ -167,13 +169,12 @@ class CpuBackend:
 
 
 def _load_compiler() -> None:
-    """Load LLVM, generate the code that runs and calls every program, and import what renders kernels."""
+    """Load LLVM, and generate the code that runs and calls every program."""
     with suppress(RlxError):  # the compile raises it again
         llvm.load()
         pool.run_address()
         if calls.refusal() is None:
             calls.library()
-        import_module("rlx.backends.cpu.render")
 
 
 @record
@@ -239,7 +240,5 @@ def with_natives(target: Target) -> Target:
     return replace(target, natives=NATIVES, packs=packs, splits=splits, computes=computes, followed=followed, follows=follows)
 
 
-_MODULES = {"attention": "attention", "attention_parts": "attention", "dequant_matmul": "quant"}  # of claimed ops
-_MODULES["conv"] = "grouped"
-NATIVES = {op: _Kernels(module, "claim") for op, module in _MODULES.items()}
+NATIVES = {op: _Kernels(module, "claim") for op, module in CLAIMED.items()}
 NATIVES["segment_matmul"] = _Kernels("quant", "claim_segments")

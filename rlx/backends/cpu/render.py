@@ -13,10 +13,11 @@ from dataclasses import replace
 from functools import lru_cache, partial, reduce
 from typing import Any
 
+from rlx.backends.cpu import kernels
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.bits import moved_as_bits
 from rlx.backends.cpu.boxes import Boxes, in_boxes
-from rlx.backends.cpu.kernels import attention, contract, grouped, quant, tiles
+from rlx.backends.cpu.kernels import contract, tiles
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided
 from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, other_tasks
 
@@ -40,7 +41,6 @@ from rlx.ir.target import Target
 
 GRAIN_NS = 6_000  # least estimated work of a task, where there are more than two: a handover takes 0.2 µs
 SHARED_NS = 7_500  # least estimated work of a loop of several tasks: no thread is woken for small ones (table.WAKING_NS)
-NATIVES = {"attention": attention, "attention_parts": attention, "conv": grouped}  # see backend.py
 STREAMED_BYTES = 32 << 20  # a kernel that touches this much uses non-temporal stores: the results would not stay in cache
 FETCHED_AHEAD = 1024  # bytes from an access to what is prefetched with it
 FETCHED_BYTES = 1 << 20  # an operand this large does not fit a core's private caches
@@ -78,8 +78,8 @@ def axes(kernel: Kernel, target: Target) -> dict[str, tuple[int, ...]]:
 def _module(first: Stmt | None, plain: Any = contract) -> Any:
     """The module for a kernel of this statement, `plain` for products of floats; None: loops, or a claimed op without code."""
     if isinstance(first, Contract):
-        return quant if isinstance(first.b, Operand) and first.b.blocks else plain
-    return NATIVES.get(first.op) if isinstance(first, Native) else None
+        return kernels.writer("dequant_matmul") if isinstance(first.b, Operand) and first.b.blocks else plain
+    return kernels.writer(first.op) if isinstance(first, Native) and first.op in kernels.CLAIMED else None
 
 
 def _render_loops(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int]) -> Rendered:
