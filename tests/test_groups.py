@@ -23,7 +23,7 @@ from rlx.compiler.within import within
 from rlx.errors import ParseError, VerifyError
 from rlx.ir.graph import Graph
 from rlx.ir.handle import BufferHandle
-from rlx.ir.kernel import Kernel
+from rlx.ir.kernel import Kernel, Loop
 from rlx.ir.kernel_parse import parse_kernels
 from rlx.ir.kernel_text import kernel_key, print_kernel
 from rlx.ir.op import Kind
@@ -192,3 +192,14 @@ def test_unlike_groups_are_lowered_apart(monkeypatch):
     for name in ("cpu", "ref"):
         groups, own = lowered_apart(monkeypatch, g, get(name).target())
         assert own < groups
+
+
+@pytest.mark.parametrize(("dims", "grid", "columns"), [((9, 40, 1), [5], 40), ((9, 1, 40), [5], 40), ((9, 3, 1, 8), [5, 3], 8)])
+def test_dims_of_1_have_no_loops(dims: tuple[int, ...], grid: list[int], columns: int) -> None:
+    """Also where an op needs each coordinate of its result: adjacent elements are the lanes."""
+    g = Graph("rows")
+    g.set_outputs([rlx.gather(g.input("x", dims, "f32"), g.input("at", (5,), "i64"), axis=0)])
+    (step,) = lower(g, TARGET, CompileOptions()).steps
+    (loop,) = step.kernel.body
+    assert isinstance(loop, Loop) and loop.vector and loop.extent == columns
+    assert [n for _, n in step.kernel.grid] == grid

@@ -202,8 +202,13 @@ class _Rows:
             groups = collapsed(dims, self.accesses())
         else:
             # an op that computes coordinates of its operands needs each result coordinate: recovering them from a flat one
-            # would cost a division per element and make addresses non-affine
-            groups = [[a] for a in range(len(dims))]
+            # would cost a division per element and make addresses non-affine. A dim of 1 has one coordinate, and no loop
+            groups = []
+            for a, d in enumerate(dims):
+                if d == 1 and groups:
+                    groups[-1].append(a)
+                else:
+                    groups.append([a])
         groups, points = groups or [[]], _Points(self.b)
         row = [points.place(g) for g in groups[:-1]]
         first, columns, each = points.start(groups[-1], LEAST_LINES * self.b.facts.target.line_bytes // 4)
