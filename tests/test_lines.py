@@ -365,3 +365,17 @@ def test_rows_scattered_to_rows_are_looked_up_once_for_many_columns(mode: str) -
             np.testing.assert_array_equal(found, want)
     with pytest.raises(rlx.errors.IndexRangeError):
         c.run(inputs | {"at1": inputs["at1"] + 900})
+
+
+@pytest.mark.parametrize("f", [lambda x: rlx.sum(x, axis=1), lambda x: rlx.var(x, axis=1)], ids=["sum", "variance"])
+def test_columns_that_lie_as_rows_do_have_lanes_along_them(f: Callable[[rlx.Value], rlx.Value]) -> None:
+    """A variance reads its mean besides, of which each column has one. Short ones, and those apart in memory, stay as they were."""
+    for dims, along in [((5, 40, 1), 40), ((70, 40, 1), 40), ((5, 8, 1), 5), ((5, 40, 7), None)]:
+        g = rlx.Graph("columns")
+        g.set_outputs([f(g.input("x", dims, "f32"))])
+        for step in lower(g, PLAIN, rlx.CompileOptions()).steps:
+            loops = [s for s in walk(schedule(step.kernel, 2).body) if isinstance(s, Loop) and s.vector]
+            assert along is None or all(s.extent == along for s in loops)
+            assert along is None or ([n for _, n in schedule(step.kernel, 2).grid] == [dims[0]]) == (along == 40)
+        x = RNG.standard_normal(dims).astype(np.float32)
+        np.testing.assert_allclose(rlx.compile(g).run({"x": x})[0], evaluate(g, {"x": x})[0][0], rtol=1e-5, atol=1e-6)

@@ -28,7 +28,7 @@ ROWS_AT_ONCE = 4  # rows from as many parts of the axis, each part read in order
 
 def schedule(kernel: Kernel, target: Target) -> Kernel:
     """The kernel in the order in which a CPU runs it."""
-    lines = with_long_runs(along_lines(long_sums(rows_in_lanes(column_walks(kernel, target.run_columns))), target))
+    lines = with_long_runs(along_lines(long_sums(column_walks(rows_in_lanes(kernel), target.run_columns)), target))
     in_place = updated_in_place(lines, target) is not lines  # when it is rendered
     return in_loops(sorts(lines if in_place else columns_together(lines, target)))
 
@@ -77,9 +77,10 @@ def _lies_in_a_row(inner: Loop, around: Loop) -> bool:
     """Whether a reduction reads adjacent elements, other ones in each iteration of the loop around it."""
     if inner.vector or inner.carries or not inner.reduces or inner.extent < LANES:
         return False
-    loads = [x for x in walk(inner) if isinstance(x, Load)]
-    row = all(coefficient(x.index, inner.var) == 1 and coefficient(x.index, around.var) not in (None, 1) for x in loads)
-    return bool(loads) and row and all(isinstance(s, Let) for s in inner.body)
+    strides = [(coefficient(x.index, inner.var), coefficient(x.index, around.var)) for x in walk(inner) if isinstance(x, Load)]
+    along = [across for stride, across in strides if stride == 1]
+    row = bool(along) and all(stride in (0, 1) for stride, _ in strides) and all(across not in (None, 1) for across in along)
+    return row and all(isinstance(s, Let) for s in inner.body)
 
 
 def _runs(columns: int, most: int) -> int:
