@@ -369,7 +369,7 @@ def test_rows_scattered_to_rows_are_looked_up_once_for_many_columns(mode: str) -
 
 @pytest.mark.parametrize("f", [lambda x: rlx.sum(x, axis=1), lambda x: rlx.var(x, axis=1)], ids=["sum", "variance"])
 def test_columns_that_lie_as_rows_do_have_lanes_along_them(f: Callable[[rlx.Value], rlx.Value]) -> None:
-    """A variance reads its mean besides, of which each column has one. Short ones, and those apart in memory, stay as they were."""
+    """A variance reads a mean of each column besides. Short ones, and those apart in memory, stay as they were."""
     for dims, along in [((5, 40, 1), 40), ((70, 40, 1), 40), ((5, 8, 1), 5), ((5, 40, 7), None)]:
         g = rlx.Graph("columns")
         g.set_outputs([f(g.input("x", dims, "f32"))])
