@@ -12,6 +12,7 @@ import pytest
 from kernel_runs import TARGETS, TRIPLE, apply
 from scipy import special
 
+import rlx
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.render import render
 from rlx.backends.cpu.target import target_for
@@ -60,6 +61,16 @@ def check(got: np.ndarray, want: np.ndarray, bound: float, *operands: np.ndarray
     assert error[worst] <= bound, f"{error[worst]} ulp at {where}"
     zero = (got == 0) & (want == 0)
     assert (np.signbit(got[zero]) == np.signbit(want[zero])).all(), "sign of zero"
+
+
+@pytest.mark.parametrize(("name", "function"), [("asin", np.arcsin), ("acos", np.arccos), ("atan", np.arctan)])
+def test_angles_in_f32(name: str, function: np.ufunc) -> None:
+    """Made of roots and polynomials, over the whole range: subnormal numbers, zeros of both signs, and NaN beyond 1."""
+    x = floats()
+    g = rlx.Graph(name)
+    g.set_outputs([getattr(rlx, name)(g.input("x", x.shape, "f32"))])
+    with np.errstate(all="ignore"):
+        check(rlx.compile(g).run({"x": x})[0], function(x.astype(np.float64)), 3.0, x)
 
 
 @pytest.mark.parametrize("name", UNARY)

@@ -219,6 +219,17 @@ def split(var: K.Expr, dims: Sequence[int]) -> list[K.Expr]:
     return [*[ZERO] * first, var, *reversed(out)] if dims else []
 
 
+def larger(dims: Sequence[int]) -> list[list[int]]:
+    """Groups of axes: each larger than 1 with those of 1 behind it, which have one coordinate and need no loop."""
+    groups: list[list[int]] = []
+    for a, d in enumerate(dims):
+        if d == 1 and groups:
+            groups[-1].append(a)
+        else:
+            groups.append([a])
+    return groups
+
+
 def collapsed(dims: tuple[int, ...], layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[list[int]]:
     """Groups of axes of a space that can be collapsed, because every access has one stride over them. `layouts`: (dims, strides)
     of each access, aligned to the space from the right."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlx.compiler.element import ZERO, KernelBuilder, aligned, collapsed, split
+from rlx.compiler.element import ZERO, KernelBuilder, aligned, collapsed, larger, split
 from rlx.compiler.facts import Facts, Part
 from rlx.compiler.groups import Group
 from rlx.compiler.operands import is_expensive, row_axes
@@ -202,13 +202,8 @@ class _Rows:
             groups = collapsed(dims, self.accesses())
         else:
             # an op that computes coordinates of its operands needs each result coordinate: recovering them from a flat one
-            # would cost a division per element and make addresses non-affine. A dim of 1 has one coordinate, and no loop
-            groups = []
-            for a, d in enumerate(dims):
-                if d == 1 and groups:
-                    groups[-1].append(a)
-                else:
-                    groups.append([a])
+            # would cost a division per element and make addresses non-affine
+            groups = larger(dims)
         groups, points = groups or [[]], _Points(self.b)
         row = [points.place(g) for g in groups[:-1]]
         first, columns, each = points.start(groups[-1], LEAST_LINES * self.b.facts.target.line_bytes // 4)
