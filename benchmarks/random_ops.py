@@ -148,7 +148,7 @@ def measured(args: argparse.Namespace) -> tuple[list[tuple[float, list[str]]], l
             operands = [operand(leaf, args.device) for leaf in case.leaves]
             got, times = run(case, operands, args.threads)
             found = fault(case, got, operands)
-        except NotImplementedError as e:
+        except NotImplementedError as e:  # torch's: it has no kernel of this op for this dtype
             said = str(e).partition("\n")[0]
             apart.append(f"not compared, as torch lacks it: {case.name} {case.leaves[0].dtype}: {said:.60}")
             continue
