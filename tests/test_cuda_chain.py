@@ -22,7 +22,9 @@ from rlx.compiler import lower
 from rlx.errors import DeviceUnavailableError
 from rlx.frontends.models.decoder import build
 from rlx.frontends.models.families import config_of
+from rlx.ir.blocks import FORMATS
 from rlx.ir.kernel import walk
+from rlx.ir.ops.quant import random_weights
 from rlx.ir.program import Program
 
 assert nvrtc
@@ -41,19 +43,24 @@ FAMILIES = {
     "wide": {
         "model_type": "qwen3", "hidden_size": 1152, "num_attention_heads": 18, "num_key_value_heads": 6, "num_hidden_layers": 3,
     },
+    "packed": {
+        "model_type": "qwen3", "vocab_size": 1024, "hidden_size": 768, "intermediate_size": 5376, "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+    },
 }  # fmt: skip
+PACKED = ("q8_0", "q4_0", "q5_0", "q4_k", "q5_k", "q6_k")  # formats
 
 
-def decoder(config) -> Program:
+def decoder(config, form: str = "bf16") -> Program:
     """A step of four layers. Several tests look at the same ones."""
-    return _decoder(tuple(config.items()))
+    return _decoder(tuple(config.items()), form)
 
 
 @cache
-def _decoder(items: tuple[tuple[str, object], ...]) -> Program:
+def _decoder(items: tuple[tuple[str, object], ...], form: str) -> Program:
     config = dict(items)
     config["n_layer" if "n_layer" in config else "num_hidden_layers"] = 4
-    return lower(build(config_of(config), 1, 1, 300, "bf16", cache="bf16", steps=()), HOPPER, rlx.CompileOptions())
+    return lower(build(config_of(config), 1, 1, 300, form, cache="bf16", steps=()), HOPPER, rlx.CompileOptions())
 
 
 def chains(program: Program) -> list[Chain]:
@@ -91,9 +98,9 @@ def test_a_prompt_is_no_chain_and_neither_are_older_gpus():
     assert not any(isinstance(x, Chain) for x in launches_of(decoder(SMALL | FAMILIES["llama"]), "sm_80"))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_chain_compiles_without_spills_and_fits_a_block(name):
-    program = decoder(SMALL | FAMILIES[name])
+@pytest.mark.parametrize(("name", "form"), [*((name, "bf16") for name in FAMILIES), *(("packed", form) for form in PACKED)])
+def test_a_chain_compiles_without_spills_and_fits_a_block(name, form):
+    program = decoder(SMALL | FAMILIES[name], form)
     (found,) = chains(program)
     made = written(found, program, BLOCKS)
     (report,) = reports(prologue(False) + made.text, "sm_90a").values()
@@ -139,7 +146,7 @@ def test_a_gpu_with_fewer_multiprocessors_refuses_it(driver):
 
 def owners(s: Product) -> list[set[int]]:
     """The columns of each block."""
-    unit = 8 if s.contract.also is None else 4
+    unit = 32 if s.pieces.weights.blocks else 8 if s.contract.also is None else 4
     groups = s.contract.n // unit
     cuts = [groups * b // BLOCKS * unit for b in range(BLOCKS + 1)]
     return [set(range(a, b)) for a, b in zip(cuts, cuts[1:])]
@@ -210,9 +217,15 @@ def faults(found: Chain, program: Program) -> list[str]:
     return out
 
 
-@pytest.mark.parametrize("config", [MODELS["qwen3"], WIDE["qwen2"], SMALL | FAMILIES["gemma"], SMALL | FAMILIES["wide"]])
-def test_words_are_written_again_only_where_every_block_has_read_them(config):
-    program = decoder(config)
+@pytest.mark.parametrize(
+    ("config", "form"),
+    [
+        (MODELS["qwen3"], "bf16"), (WIDE["qwen2"], "bf16"), (SMALL | FAMILIES["gemma"], "bf16"),
+        (SMALL | FAMILIES["wide"], "bf16"), (SMALL | FAMILIES["packed"], "q4_k"),
+    ],
+)  # fmt: skip
+def test_words_are_written_again_only_where_every_block_has_read_them(config, form):
+    program = decoder(config, form)
     (found,) = chains(program)
     assert not faults(found, program)
     assert len(found.uses) < len(found.areas), "words are used again"
@@ -233,7 +246,7 @@ def test_the_check_finds_words_that_are_used_again_too_early():
 def stepped(config, params, tokens, device: str, weights: str, cache: str, keys: int, start: int, full: np.ndarray) -> np.ndarray:
     graph = build(config_of(config), 1, 1, keys, weights, cache=cache)
     compiled = rlx.Session(device).compile(graph)
-    compiled.set_params({n: p.astype(rlx.as_dtype(dict(compiled_params(graph))[n]).numpy) for n, p in params.items()})
+    compiled.set_params({str(p.name): params[str(p.name)].astype(p.dtype.numpy) for p in graph.params})
     for h in graph.handles:
         if h.shape.dims:
             row = full[: int(np.prod(h.shape.static))].reshape(h.shape.static)
@@ -244,34 +257,43 @@ def stepped(config, params, tokens, device: str, weights: str, cache: str, keys:
     return np.stack([compiled.run(given)[0][0] for given in inputs])
 
 
-def compiled_params(graph) -> Iterator[tuple[str, str]]:
-    yield from ((str(p.name), str(p.dtype)) for p in graph.params)
+def weights_of(config, form: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Params in a form, and the numbers that they are."""
+    rng, bf16 = np.random.default_rng(0), rlx.as_dtype("bf16").numpy
+    given, plain = dict[str, np.ndarray](), dict[str, np.ndarray]()
+    for p in build(config_of(config), 1, 1, 8, form, cache="bf16").params:
+        name, dims = str(p.name), p.shape.static
+        if form in FORMATS and len(dims) == 2:
+            given[name] = np.zeros(dims, np.uint8)
+            random_weights(FORMATS[form])(rng, [given[name]] * 2)
+            plain[name] = FORMATS[form].decode_rows(given[name])
+        else:
+            plain[name] = (rng.standard_normal(dims) * 0.06 + (len(dims) == 1)).astype(bf16).astype(np.float32)
+            given[name] = plain[name]
+    return given, plain
 
 
 @on_gpu
 @pytest.mark.parametrize(("keys", "start"), [(200, 0), (200, 130), (3000, 2500)])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_as_close_to_those_in_f32_as_by_launches(name, keys, start, monkeypatch):
-    """The same weights and cache, all of them numbers of bf16, on the CPU in f32; tokens are given, so errors do not add up."""
-    config, rng = SMALL | FAMILIES[name], np.random.default_rng(0)
-    graph = build(config_of(config), 1, 1, keys, "bf16", cache="bf16")
-    bf16 = rlx.as_dtype("bf16").numpy
-    params = {
-        str(p.name): (rng.standard_normal(p.shape.static) * 0.06 + (len(p.shape.static) == 1)).astype(bf16).astype(np.float32)
-        for p in graph.params
-    }
-    full = rng.standard_normal(max(int(np.prod(h.shape.static)) for h in graph.handles)).astype(bf16).astype(np.float32)
-    tokens = rng.integers(0, 1000, 24)
-    want = stepped(config, params, tokens, "cpu", "f32", "f32", keys, start, full)
-    found = stepped(config, params, tokens, "cuda", "bf16", "bf16", keys, start, full)
-    again = stepped(config, params, tokens, "cuda", "bf16", "bf16", keys, start, full)
+@pytest.mark.parametrize(("name", "form"), [*((name, "bf16") for name in FAMILIES), *(("packed", form) for form in PACKED)])
+def test_logits_are_as_close_to_those_in_f32_as_by_launches(name, form, keys, start, monkeypatch):
+    """The same weights and a cache of numbers of bf16, on the CPU in f32; tokens are given, so errors do not add up."""
+    config = SMALL | FAMILIES[name]
+    params, plain = weights_of(config, form)
+    handles = build(config_of(config), 1, 1, keys, form, cache="bf16").handles
+    full = np.random.default_rng(1).standard_normal(max(int(np.prod(h.shape.static)) for h in handles))
+    full = full.astype(rlx.as_dtype("bf16").numpy).astype(np.float32)
+    tokens = np.random.default_rng(2).integers(0, 1000, 24)
+    want = stepped(config, plain, tokens, "cpu", "f32", "f32", keys, start, full)
+    found = stepped(config, params, tokens, "cuda", form, "bf16", keys, start, full)
+    again = stepped(config, params, tokens, "cuda", form, "bf16", keys, start, full)
     monkeypatch.setattr(code, "in_chains", lambda program, launches, *rest: launches)
     with monkeypatch.context() as patch:
         patch.setattr("rlx.frontends.models.decoder.Graph", _renamed)  # another graph: the session keeps compiled ones
-        launches = stepped(config, params, tokens, "cuda", "bf16", "bf16", keys, start, full)
+        launches = stepped(config, params, tokens, "cuda", form, "bf16", keys, start, full)
     np.testing.assert_array_equal(found, again)
     off, other = (np.linalg.norm(x - want, axis=1) / np.linalg.norm(want, axis=1) for x in (found, launches))
-    assert not np.array_equal(found, launches), "the chain rounds rows before the norm's factor"
+    assert not np.array_equal(found, launches), "the chain rounds otherwise"
     assert off.mean() < 0.02 and off.mean() < 1.25 * other.mean() and off.max() < 1.5 * other.max(), (off, other)
 
 

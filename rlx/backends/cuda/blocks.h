@@ -203,34 +203,38 @@ RLX_FN float rlx_unit(float most, float& inverse) {
   inverse = __uint_as_float(275 - e << 23);
   return most < INFINITY ? __uint_as_float(e - 21 << 23) : most;
 }
-/* The digits of eight adjacent elements, each digit `pitch` bytes from the one before, as multiples of a power of two, which is
-   returned: the one of the elements of the warp. `total`: the sum of their unit, which 4 / RLX_GROUPS lanes hold. */
-RLX_FN float rlx_digits_8(unsigned char* to, int pitch, float* total, const float (&x)[8], int lane) {
+/* The digits of N adjacent elements, 8 or 4, each digit `pitch` bytes from the one before, as multiples of a power of two, which is
+   returned: the one of the elements of the warp. `total`: the sum of their unit, which several lanes hold. */
+template <int N> RLX_FN float rlx_digits(unsigned char* to, int pitch, float* total, const float (&x)[N], int lane) {
+  constexpr int LANES = 32 / RLX_GROUPS / N;
   float most = 0, inverse;
   #pragma unroll
-  for (int e = 0; e < 8; e++) most = rlx_max_f32(most, fabsf(x[e]));
+  for (int e = 0; e < N; e++) most = rlx_max_f32(most, fabsf(x[e]));
   uint32_t bits; /* of numbers that are not negative: they have the numbers' order, with NaN behind all */
   asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(bits) : "r"(__float_as_uint(most)));
   const float unit = rlx_unit(__uint_as_float(bits), inverse);
-  uint32_t all = 0, digits[3][2];
+  uint32_t all = 0, digits[3][N / 4];
   #pragma unroll
-  for (int half = 0; half < 2; half++) {
+  for (int four = 0; four < N / 4; four++) {
     uint32_t shifted[4];  // digits with 128 added
     #pragma unroll
     for (int e = 0; e < 4; e++) {  // rounded by the addition of 1.5 * 2^23, whose bits are 0x4b400000
-      shifted[e] = __float_as_uint(fmaf(x[half * 4 + e], inverse, 12582912.0f)) + (0x808080u - 0x4b400000u);
+      shifted[e] = __float_as_uint(fmaf(x[four * 4 + e], inverse, 12582912.0f)) + (0x808080u - 0x4b400000u);
       all += shifted[e];
     }
     const uint32_t a = __byte_perm(shifted[0], shifted[1], 0x5140), b = __byte_perm(shifted[2], shifted[3], 0x5140);
     const uint32_t high = __byte_perm(__byte_perm(shifted[0], shifted[1], 0x0062), __byte_perm(shifted[2], shifted[3], 0x0062), 0x5410);
-    digits[0][half] = __byte_perm(a, b, 0x5410) ^ 0x80808080u;
-    digits[1][half] = __byte_perm(a, b, 0x7632) ^ 0x80808080u;
-    digits[2][half] = high ^ 0x80808080u;
+    digits[0][four] = __byte_perm(a, b, 0x5410) ^ 0x80808080u;
+    digits[1][four] = __byte_perm(a, b, 0x7632) ^ 0x80808080u;
+    digits[2][four] = high ^ 0x80808080u;
   }
   #pragma unroll
-  for (int n = 0; n < 3; n++) *(uint2*)(to + n * pitch) = make_uint2(digits[n][0], digits[n][1]);
-  for (int by = 2 / RLX_GROUPS; by > 0; by /= 2) all += rlx_from(all, 32, by);
-  if (lane % (4 / RLX_GROUPS) == 0) *total = (float)(int)(all - 32u / RLX_GROUPS * 0x808080u) * unit;
+  for (int n = 0; n < 3; n++)
+    if constexpr (N == 8) *(uint2*)(to + n * pitch) = make_uint2(digits[n][0], digits[n][1]);
+    else *(uint32_t*)(to + n * pitch) = digits[n][0];
+  #pragma unroll
+  for (int by = LANES / 2; by > 0; by /= 2) all += rlx_from(all, 32, by);
+  if (lane % LANES == 0) *total = (float)(int)(all - 32u / RLX_GROUPS * 0x808080u) * unit;
   return unit;
 }
 

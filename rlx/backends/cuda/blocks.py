@@ -84,9 +84,12 @@ class Turn:
         return f"{by}[row] * (__uint_as_float(__byte_perm({word}, 0x4b000000u, 0x7440 + row)) - {less}.0f)"
 
     def header(self) -> str:
-        """ring.h, and blocks.h with the functions of the format."""
+        return (FOLDER / "ring.h").read_text() + self.body()
+
+    def body(self) -> str:
+        """blocks.h with the functions of the format."""
         before, _, after = (FOLDER / "blocks.h").read_text().partition("// Here are the functions of the format")
-        return (FOLDER / "ring.h").read_text() + before + self.functions() + after.partition("\n")[2]
+        return before + self.functions() + after.partition("\n")[2]
 
     def functions(self) -> str:
         """rlx_turn: the bytes of a lane. rlx_load_numbers, rlx_load_turn: those of turn `turn` of a block of a panel. rlx_word:

@@ -1,6 +1,5 @@
 /* The products and attentions of a token in one launch (chain.py): a block for each multiprocessor, whose last warp copies weights
    ahead through a ring in shared memory while eight warps compute one stage after the other. */
-constexpr int RLX_CHAIN_PIECE = 8 * 2048; /* bytes of a slot of the ring: 1024 elements of 8 columns of weights */
 constexpr int RLX_CHAIN_SUMS = 64;        /* columns whose sums meet at once */
 
 /* The state of a thread that computes. `x`: shared memory for the row of a product, and for attention. `sums` [2][8 warps][columns]
@@ -46,9 +45,23 @@ RLX_FN float rlx_over_sqrt(float a) { float out; asm("rsqrt.approx.f32 %0, %1;" 
 /* The first of GROUPS groups of columns that a block computes. */
 template <int GROUPS> RLX_FN int rlx_chain_first(unsigned block) { return (int)((unsigned)GROUPS * block / RLX_CHAIN_BLOCKS); }
 
-/* The copies of the weights of a block, PITCH bytes from column to column, OTHER to those of a second product with the same row; WINDOW
-   pieces are in flight, PACE cycles apart. */
+/* The copies of the weights of a block, by one warp: WINDOW pieces are in flight, PACE cycles apart. */
 struct rlx_chain_copies { int place, round, count, landed; long long next; };
+template <int SLOTS, int WINDOW, int PACE> RLX_FN void rlx_chain_await_slot(rlx_chain_copies& own, uint64_t* filled, uint64_t* used) {
+  if (own.round) rlx_ring_await(used + own.place, (own.round - 1) & 1);
+  constexpr int MOST = WINDOW < SLOTS ? WINDOW : SLOTS; /* a slot's phase says which of two copies has landed, no more */
+  while (own.count - own.landed >= MOST) rlx_ring_await(filled + own.landed % SLOTS, own.landed / SLOTS & 1), own.landed++;
+  if (PACE) {
+    while (clock64() < own.next);
+    own.next = clock64() + PACE;
+  }
+}
+template <int SLOTS> RLX_FN void rlx_chain_copied(rlx_chain_copies& own) {
+  own.count++;
+  if (++own.place == SLOTS) own.place = 0, own.round++;
+}
+/* Pieces of 1024 elements of 8 columns of 16 bits, PITCH bytes from column to column, OTHER to those of a second product with the same
+   row. */
 template <int N, int K, int SLOTS, int WINDOW, int PACE, long long PITCH, long long OTHER>
 RLX_FN void rlx_chain_feed(rlx_chain_copies& own, unsigned char* ring, uint64_t* filled, uint64_t* used, const unsigned char* weights) {
   constexpr int UNIT = OTHER ? 4 : 8, PARTS = (K + 1023) / 1024, LAST = (K - (PARTS - 1) * 1024) * 2;
@@ -60,18 +73,32 @@ RLX_FN void rlx_chain_feed(rlx_chain_copies& own, unsigned char* ring, uint64_t*
     #pragma unroll 1
     for (int part = 0; part < PARTS; part++) {
       const int bytes = part == PARTS - 1 ? LAST : 2048;
-      if (own.round) rlx_ring_await(used + own.place, (own.round - 1) & 1);
-      while (own.count - own.landed >= WINDOW) rlx_ring_await(filled + own.landed % SLOTS, own.landed / SLOTS & 1), own.landed++;
-      if (PACE) {
-        while (clock64() < own.next);
-        own.next = clock64() + PACE;
-      }
+      rlx_chain_await_slot<SLOTS, WINDOW, PACE>(own, filled, used);
       rlx_ring_expect(filled + own.place, 8 * bytes, lane);
       __syncwarp();
       if (WHOLE ? lane < 8 && lane % UNIT == 0 : lane < 8)
-        rlx_ring_copy(ring + own.place * RLX_CHAIN_PIECE + lane * 2048, from + part * 2048, WHOLE ? UNIT * 2048 : bytes, filled + own.place, 0);
-      own.count++;
-      if (++own.place == SLOTS) own.place = 0, own.round++;
+        rlx_ring_copy(ring + own.place * RLX_PIECE + lane * 2048, from + part * 2048, WHOLE ? UNIT * 2048 : bytes, filled + own.place, 0);
+      rlx_chain_copied<SLOTS>(own);
+    }
+  }
+}
+/* Pieces of PART bytes, 1024 elements, of a panel of PANEL bytes. HALVES 2: panels of a second product take turns with those of the
+   first one. */
+template <int N, int K, int SLOTS, int WINDOW, int PACE, int PANEL, int PART, int HALVES>
+RLX_FN void rlx_chain_feed_panels(rlx_chain_copies& own, unsigned char* ring, uint64_t* filled, uint64_t* used, const unsigned char* weights) {
+  constexpr int PARTS = (K + 1023) / 1024, GROUPS = N / 32;
+  const int lane = threadIdx.x % 32, last = rlx_chain_first<GROUPS>(blockIdx.x + 1) * HALVES;
+  #pragma unroll 1
+  for (int turn = rlx_chain_first<GROUPS>(blockIdx.x) * HALVES; turn < last; turn++) {
+    const unsigned char* const from = weights + (long long)(turn / HALVES + turn % HALVES * GROUPS) * PANEL;
+    #pragma unroll 1
+    for (int part = 0; part < PARTS; part++) {
+      const int bytes = part == PARTS - 1 ? PANEL - part * PART : PART;
+      rlx_chain_await_slot<SLOTS, WINDOW, PACE>(own, filled, used);
+      rlx_ring_expect(filled + own.place, bytes, lane);
+      __syncwarp();
+      rlx_ring_copy(ring + own.place * RLX_PIECE, from + part * PART, bytes, filled + own.place, lane);
+      rlx_chain_copied<SLOTS>(own);
     }
   }
 }
@@ -98,7 +125,7 @@ RLX_FN void rlx_chain_weights(uint4 (&w)[4], uint32_t at) {
    before its sums meet theirs. hear(d): words of four elements from d on; fetch(x, d): what else is needed of them; make(x, heard, out,
    squares): the elements, and what a norm adds up; ahead(j): before products, by the thread that will end column j; end(j, sum, sum of
    column j of the second product, the norm's sum of every warp). */
-template <int N, int K, int SLOTS, bool BOTH, bool F16, bool NORM, class X, class H, class R, class F, class M, class A, class E>
+template <int N, int K, int SLOTS, bool BOTH, bool NORM, class X, bool F16, class H, class R, class F, class M, class A, class E>
 RLX_FN void rlx_chain_product(
   rlx_chain& own, const H& hear, const R& ready, const F& fetch, const M& make, const A& ahead, const E& end
 ) {
@@ -127,7 +154,7 @@ RLX_FN void rlx_chain_product(
       uint4 w[4];
       rlx_ring_await(own.filled + own.place, own.phase);
       if (multiplied(part)) {
-        rlx_chain_weights(w, weights + own.place * RLX_CHAIN_PIECE);
+        rlx_chain_weights(w, weights + own.place * RLX_PIECE);
         if (anew)
           #pragma unroll
           for (int i = 0; i < 2; i++)

@@ -17,18 +17,20 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import permutations
 
 import numpy as np
 
 from rlx.backends.cuda.attention import AttentionLaunch, in_chunks, native_of
+from rlx.backends.cuda.chain_pieces import Pieces, pieces_of
 from rlx.backends.cuda.fronts import Footprint, Unknown, front_of
 from rlx.backends.cuda.gemv import contract_of
+from rlx.backends.cuda.gemv_blocks import BlocksLaunch
 from rlx.backends.cuda.gemv_ring import RingLaunch
 from rlx.backends.cuda.groups import Stages, overlaps
 from rlx.backends.cuda.schedule import Launch
 from rlx.backends.cuda.vectors import in_vector
-from rlx.ir.dtype import bf16, f16
 from rlx.ir.ops.attention import AttentionAttrs
 from rlx.ir.program import NEVER_WRITTEN, Program, Region
 from rlx.records import record
@@ -37,9 +39,7 @@ from rlx.ir.kernel import (  # isort: skip
     Alu, Buffer, Check, Const, Contract, Expr, Kernel, Let, Load, Local, Loop, Native, Operand, Store, Var, View, walk,
 )  # fmt: skip
 
-WARPS, WARP_ELEMENTS, PART = 8, 128, 1024  # that compute; elements of a row that each has of a part of it
 LEAST, LINE = 8, 32  # products of a chain; words of a line of memory
-UNIT, PIECE = 8, 8 * 2 * 1024  # columns of weights of a piece; its bytes
 AHEAD, SPLITS, THREADS = 5, 8, 256  # keys that a lane loads at once; blocks that share those of a head, at most
 
 
@@ -67,21 +67,14 @@ class Product:
     lets: tuple[Let, ...] = ()
     factor: Var | None = None
 
-    @property
-    def weights(self) -> Operand:
-        assert isinstance(self.contract.b, Operand)
-        return self.contract.b
-
-    @property
-    def offset(self) -> int:
-        """Of the first weight."""
-        assert isinstance(self.weights.offset, Const)
-        return int(self.weights.offset.value)
+    @cached_property
+    def pieces(self) -> Pieces:
+        return pieces_of(self.contract)
 
     @property
     def unit(self) -> int:
-        """Columns of the result of a piece of weights."""
-        return UNIT * self.contract.n // self.contract.width
+        """Columns of the result that a block has at least."""
+        return self.pieces.unit
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -138,18 +131,15 @@ class Chain:
 
 
 def product_of(n: int, program: Program, kernel: Kernel) -> Product:
-    c = contract_of(kernel, 1, pairs=True)
+    c = contract_of(kernel, 1, pairs=True, blocks=True)
     if c is None or kernel.limits or math.prod(e for _, e in kernel.grid) != 1:
         raise Refused("it is no product of one row")
-    b, step = c.b, program.steps[n]
+    pieces, step = pieces_of(c), program.steps[n]
     region = {buffer: program.buffers[a].region for buffer, a in zip(kernel.buffers, step.args)}
-    if not isinstance(b, Operand) or b.dtype not in (bf16, f16) or c.a.dtype != b.dtype:
-        raise Refused("the row and the weights have no common dtype of 16 bits")
-    whole = isinstance(b.offset, Const) and int(b.offset.value) % UNIT == b.col_stride % UNIT == 0
-    if b.row_stride != 1 or c.k % WARP_ELEMENTS or not whole:
-        raise Refused(f"columns of {c.k} weights are not adjacent, or no multiple of {WARP_ELEMENTS}")
-    if c.n % (UNIT * c.n // c.width) or region[b.buffer] not in NEVER_WRITTEN:
-        raise Refused("the weights are not known before the run, or their columns are no multiple of 8")
+    if fault := pieces.fault():
+        raise Refused(fault)
+    if c.n % pieces.unit or region[pieces.weights.buffer] not in NEVER_WRITTEN:
+        raise Refused(f"the weights are not known before the run, or their columns are no multiple of {pieces.unit}")
     made = _row_of(n, kernel, c, {x for x, r in region.items() if r not in NEVER_WRITTEN})
     _check_epilogue(made)
     return made
@@ -250,7 +240,7 @@ def attention_of(stages: Stages, program: Program, found: Sequence[Launch | None
     q, k, v = native.inputs[:3]
     mask, start = native.attrs.split(native.inputs[3:])
     (batch, heads, queries, size), (*_, width) = q.dims, v.dims
-    ordered = native.attrs.mask in ("causal", "sliding_window") and mask is None and start is not None and native.acc is not None
+    ordered = native.attrs.mask in ("causal", "sliding_window") and mask is None and start is not None
     if batch * queries != 1 or not ordered or at.kernel.limits:
         raise Refused("attention of more than one query, or with another mask than of the positions")
     if size != width or size % 8 or heads > THREADS or not (in_chunks(k) and in_chunks(v)) or size > THREADS:
@@ -325,7 +315,7 @@ def in_chains(
     for stages in launches:
         n = stages[-1][-1]
         try:
-            if isinstance(at := found[n], RingLaunch) and len(stages) == len(stages[0]) == 1:
+            if isinstance(at := found[n], RingLaunch | BlocksLaunch) and len(stages) == len(stages[0]) == 1:
                 open.append((product_of(n, program, at.kernel), stages))
                 continue
             if isinstance(at, AttentionLaunch) and at.cluster:
@@ -431,7 +421,7 @@ def _same_place(a: int, b: int, program: Program) -> bool:
 def largest_bytes(stages: Sequence[Stage], multiprocessors: int) -> float:
     """Of weights of a product in a block; the last product, which may be that of a vocabulary, is not counted."""
     products = [s for s in stages if isinstance(s, Product)]
-    return max(s.weights.dtype.itemsize * s.contract.width * s.contract.k for s in products[:-1]) / multiprocessors
+    return max(s.pieces.nbytes for s in products[:-1]) / multiprocessors
 
 
 def _copies(stages: Sequence[Stage], multiprocessors: int) -> int:
@@ -484,6 +474,6 @@ def pitch_of(count: int) -> int:
 
 
 __all__ = [
-    "AHEAD", "MIDDLE", "PART", "PIECE", "SHORT", "WARPS", "Attention", "Chain", "Product", "Refused", "Stage", "in_chains",
-    "largest_bytes", "pitch_of", "shares_of",
+    "AHEAD", "MIDDLE", "SHORT", "Attention", "Chain", "Product", "Refused", "Stage", "in_chains", "largest_bytes", "pitch_of",
+    "shares_of",
 ]  # fmt: skip

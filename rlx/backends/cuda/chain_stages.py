@@ -8,32 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 
 from rlx.backends.cuda.ahead import AheadWriter
 from rlx.backends.cuda.attention import ELEMENTS
+from rlx.backends.cuda.chain_pieces import WARPS
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.fronts import FrontWriter
 from rlx.backends.cuda.render import arguments_of, may_fail
 from rlx.backends.cuda.schedule import WARP, Launch
 from rlx.backends.cuda.vectors import loads
 from rlx.ir.dtype import DType, f16, f32, index_
-from rlx.ir.kernel import Alu, Buffer, Contract, Load, Store, View, is_const, walk
+from rlx.ir.kernel import Alu, Buffer, Const, Contract, Load, Native, Stmt, Store, Var, View, const, is_const, k, walk
 from rlx.ir.ops.attention import AttentionAttrs
 from rlx.ir.program import Program, Region
 from rlx.records import record
 
 from rlx.backends.cuda.chain import (  # isort: skip
-    AHEAD, MIDDLE, PART, SHORT, WARPS, Attention, Chain, Product, Stage, largest_bytes, pitch_of, shares_of,
+    AHEAD, MIDDLE, SHORT, Attention, Chain, Product, Stage, largest_bytes, pitch_of, shares_of,
 )  # fmt: skip
 
 HEADS, ARGUMENT, WORDS = range(3)  # of an entry: a number, an argument's address, an address of words
 KIND = "RLX_KIND"  # in place of the number of a stage's kind
-# pieces in flight, of chains whose largest product is shorter than SHORT, than MIDDLE, longer; cycles from one to the next, since
-# weights that come in bursts hold up the words; more pieces of the last product, behind which nothing waits
+# pieces of 16 KB in flight, of chains whose largest product is shorter than SHORT, than MIDDLE, longer; cycles from one to the
+# next, since weights that come in bursts hold up the words; more pieces of the last product, behind which nothing waits
 WINDOWS, PACES, MORE = (2, 5, 6), (1200, 0, 0), 3
+IN_FLIGHT, FEWEST = 16 << 10, 2  # bytes of such a piece; pieces in flight, whatever their bytes
 LOG2E = 1.4426950408889634
 ALIGNED = 128  # bytes, of what shared memory has for a stage
-FINISHED = 64  # columns that a block finishes at once
 
 Entry = tuple[int, int]
 
@@ -192,21 +194,23 @@ class ProductWriter(StageWriter):
         self.make(known)
         self.reading = False
         self.end()
-        flags = ", ".join(str(x).lower() for x in (c.also is not None, p.weights.dtype == f16, p.square is not None))
-        more = f"rlx_more_{KIND}"
-        self.line(f"rlx_chain_product<{c.n}, {c.k}, RLX_SLOTS, {flags}, {more}>(own, hear, ready, fetch, make, ahead, end);")
+        flags, more = ", ".join(str(x).lower() for x in (c.also is not None, p.square is not None)), f"rlx_more_{KIND}"
+        product = p.pieces.product(f"{c.n}, {c.k}, RLX_SLOTS, {flags}, {more}")
+        self.line(f"{product}(own, hear, ready, fetch, make, ahead, end);")
         parameters = "rlx_chain& own, const uint64_t* row, uint32_t run"
-        return f"struct {more} {{{fields} }};\n" + self.finished(f"rlx_stage_{KIND}", parameters, "own, row, run")
+        return f"struct {more} {{{fields} }};\n" + self.finished(f"rlx_stage_{KIND}", parameters, "own, row, *run")
 
     def weights(self) -> str:
         p, c, stages = self.product, self.contract, self.operands.chain.stages
-        place = self.entry((ARGUMENT, self.operands.argument(p.step, p.kernel.buffers.index(p.weights.buffer))))
+        b = p.pieces.weights
+        place = self.entry((ARGUMENT, self.operands.argument(p.step, p.kernel.buffers.index(b.buffer))))
         largest, last = largest_bytes(stages, self.blocks), max(i for i, s in enumerate(stages) if isinstance(s, Product))
         size = (largest >= SHORT) + (largest >= MIDDLE)
         window, pace = (WINDOWS[size], PACES[size]) if self.number < last else (WINDOWS[size] + MORE, 0)
-        pitch = p.weights.col_stride * 2
-        how = f"{c.n}, {c.k}, RLX_SLOTS, {window}, {pace}, {pitch}ll, {pitch * c.n * (c.also is not None)}ll"
-        return f"rlx_chain_feed<{how}>(own, rlx_shared, filled, used, (const unsigned char*){place} + {2 * p.offset}ll);"
+        window = max(FEWEST, round(window * IN_FLIGHT / p.pieces.piece))
+        assert isinstance(b.offset, Const)
+        first = f"(const unsigned char*){place} + {int(b.offset.value) * b.buffer.dtype.itemsize}ll"
+        return f"{p.pieces.copies(f'{c.n}, {c.k}, RLX_SLOTS, {window}, {pace}')}(own, rlx_shared, filled, used, {first});"
 
     def listen(self) -> None:
         """`hear(d)`: four elements of the row from d on, as f32 or as words; `ready`: whether these have come."""
@@ -259,7 +263,7 @@ class ProductWriter(StageWriter):
         p, c = self.product, self.contract
         self.names[c.i] = "0"
         found: list[Load] = []
-        if -(-(c.n // p.unit) // self.blocks) * p.unit <= FINISHED:
+        if -(-(c.n // p.unit) // self.blocks) * p.unit <= p.pieces.finished:
             own = (x for x in walk(c.epilogue) if isinstance(x, Load) and x.guard is None and self.known(x.index, c.i, c.j))
             found = list({id(x): x for x in own}.values())
         early = {id(x): self.fresh("early") for x in found}
@@ -346,7 +350,7 @@ class AttentionWriter(StageWriter):
         self.finish()
         self.line("rlx_sync<256>();  // the next stage uses the same shared memory")
         parameters = "rlx_chain& own, rlx_chain_keys<rlx_heads>& keys, const uint64_t* row, uint32_t run, const int position"
-        own = self.finished(f"rlx_stage_{KIND}", parameters, "own, keys, row, run, position")
+        own = self.finished(f"rlx_stage_{KIND}", parameters, "own, keys, row, *run, *position")
         return "\n".join([*texts, *self.early(caches, units), own])
 
     def cache(self, view: View, name: str) -> str:
@@ -444,12 +448,12 @@ class AttentionWriter(StageWriter):
         s, native, size = self.attention, self.attention.native, self.q.dims[3]
         program, start = self.operands.program, self.attention.start
         self.declare_results([b for b in s.kernel.buffers if self.ids[b] in program.steps[s.step].writes])
-        assert native.acc is not None
+        axes, acc, epilogue = _ends(native)
         with self.scope([f"if (meet() && threadIdx.x < {size}) {{"]):
-            for (var, _), text in zip(native.axes, ("0", "head", "0", "threadIdx.x")):
+            for var, text in zip(axes, ("0", "head", "0", "threadIdx.x")):
                 self.names[var] = self.fix("at", index_, text)
-            self.names[native.acc] = self.fix("result", f32, "total == 0 ? 0 : out / total")
-            self.block(native.epilogue)
+            self.names[acc] = self.fix("result", f32, "total == 0 ? 0 : out / total")
+            self.block(epilogue)
         step = next(n for stage in s.fronts for n, _ in stage if self.ids[self.k.buffer] in program.steps[n].writes)
         given = f"(const {CUDA.element(start.buffer.dtype)}*){self.argument(s.step, list(self.ids).index(start.buffer))}"
         with self.scope([f"if (head % {self.group} == 0 && split == 0 && threadIdx.x < {size // 8}) {{"]):
@@ -458,6 +462,16 @@ class AttentionWriter(StageWriter):
                 for name, view in (("k", self.k), ("v", self.v)):
                     place = f"(uint4*)({name} + (long long)position * {view.strides[2]})"
                     self.line(f"({place})[threadIdx.x] = ((const uint4*)new_{name})[threadIdx.x];")
+
+
+def _ends(native: Native) -> tuple[tuple[Var, ...], Var, tuple[Stmt, ...]]:
+    """The axes of the result, its element, and the statements that store it."""
+    if native.acc is not None:
+        return tuple(var for var, _ in native.axes), native.acc, native.epilogue
+    (out,), acc = native.outputs, Var("acc", f32)
+    axes = tuple(Var("at", index_) for _ in out.dims)
+    place = reduce(k.add, (k.mul(at, stride) for at, stride in zip(axes, out.strides)), const(out.offset))
+    return axes, acc, (Store(out.buffer, place, k.cast(acc, out.buffer.dtype)),)
 
 
 def heads_text(s: Attention, blocks: int) -> Iterator[str]:
@@ -486,7 +500,7 @@ def row_bytes(s: Stage, chain: Chain, program: Program, blocks: int) -> int:
     """Of shared memory for the row of a product, or for attention."""
     if isinstance(s, Attention):
         return places_of(s, chain, program, blocks).nbytes
-    return -(-s.contract.k // PART) * PART * s.weights.dtype.itemsize
+    return s.pieces.row
 
 
 __all__ = [

@@ -55,13 +55,14 @@ class GemvLaunch(Launch):
         return self.batches * self.ahead * 32 * self.size if self.along else self.contract.k
 
 
-def contract_of(kernel: Kernel, most_rows: int, pairs: bool = False) -> Contract | None:
+def contract_of(kernel: Kernel, most_rows: int, pairs: bool = False, blocks: bool = False) -> Contract | None:
     """The contraction of a kernel that has few rows, the right operand as it is; None: it has none. `pairs`: an epilogue may read
-    two sums."""
+    two sums; `blocks`: weights may be quantised."""
     c = next((s for s in kernel.body if isinstance(s, Contract)), None)
     if c is None or c.rows or (c.also and not pairs) or c.acc.dtype != f32 or not 0 < c.m <= most_rows or 0 in (c.n, c.k):
         return None
-    plain = not any(isinstance(x, Operand) and (x.panel or x.blocks) for x in (c.a, c.b)) and isinstance(c.b, Operand)
+    plain = not any(isinstance(x, Operand) and (x.panel or (x.blocks and not blocks)) for x in (c.a, c.b))
+    plain = plain and isinstance(c.b, Operand)
     return c if plain and all(x.var is c.i for x in kernel.limits) else None
 
 

@@ -231,7 +231,7 @@ class BlocksWriter(AheadWriter):
             self.line(f"const int n = me + q * {at.threads};")
             self.line(f"if (n >= {at.scales * 32}) continue;")
             total = f"totals + n / {4 // at.groups}"
-            self.line(f"const float unit = rlx_digits_8(rlx_x + n * {RUN}, {at.pitch}, {total}, run[q], lane);")
+            self.line(f"const float unit = rlx_digits<{RUN}>(rlx_x + n * {RUN}, {at.pitch}, {total}, run[q], lane);")
             self.line("if (lane == 0) units[n / 32] = unit;")
 
     def own_row(self, before: tuple[Stmt, ...]) -> Row | None:

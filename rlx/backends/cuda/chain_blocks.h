@@ -1,0 +1,96 @@
+/* A product of a chain with quantised weights (chain_pieces.py), behind blocks.h in the namespace of a format. As rlx_chain_product, but
+   a group is a panel of 32 columns, or one of each product, and the row is three digits of integers (blocks.h): a warp makes those of its
+   128 elements of each part of the row, which are multiples of one power of two. A block of weights has INNER turns, BLOCK bytes. */
+template <
+  int N, int K, int SLOTS, bool BOTH, bool NORM, class X, int INNER, int BLOCK, class H, class R, class F, class M, class A, class E>
+RLX_FN void rlx_chain_blocks(
+  rlx_chain& own, const H& hear, const R& ready, const F& fetch, const M& make, const A& ahead, const E& end
+) {
+  constexpr int PARTS = (K + 1023) / 1024, AHEAD = PARTS > 4 ? 2 : PARTS, LAST = K - (PARTS - 1) * 1024, HALVES = BOTH ? 2 : 1;
+  constexpr int PITCH = PARTS * 1024 + 32, UNITS = 4 * RLX_GROUPS;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int first = rlx_chain_first<N / 32>(blockIdx.x), last = rlx_chain_first<N / 32>(blockIdx.x + 1);
+  if (first == last) return;
+  if (threadIdx.x < 32) ahead(first * 32 + threadIdx.x);
+  unsigned char* const zeros = own.x + 3 * PITCH + warp * 128;
+  float *const totals = (float*)(own.x + 3 * PITCH + 8 * 128) + warp * UNITS, *const powers = totals - warp * UNITS + PARTS * 8 * UNITS + warp;
+  ((uint32_t*)zeros)[lane] = 0;
+  const bool mine = g / 4 == t / 2 && g % 4 < 3; /* the lane's weights and its column are of one unit */
+  const unsigned char* const digits = mine ? own.x + g % 4 * PITCH + t / 2 * (32 / RLX_GROUPS) + t % 2 * 8 + warp * 128 : zeros;
+  const int moves = mine ? ~0 : 0;
+  float* const squares = own.squares + own.turn * 8;
+  own.turn ^= 1;
+  float square = 0;
+  const auto multiplied = [&](int part) { return LAST == 1024 || part < PARTS - 1 || warp * 128 < LAST; };
+  #pragma unroll 1
+  for (int group = first; group < last; group++) {
+    float* const sums = own.sums + own.half * RLX_CHAIN_SUMS * 8;
+    #pragma unroll 1
+    for (int half = 0; half < HALVES; half++) {
+      rlx_digit_sums all;
+      const auto pieces = [&](int from, int to) {
+        #pragma unroll 1
+        for (int part = from; part < to; part++) {
+          rlx_ring_await(own.filled + own.place, own.phase);
+          if (multiplied(part)) {
+            const unsigned char* const piece = own.ring + own.place * RLX_PIECE;
+            const unsigned char *const block = piece + warp * 4 / INNER * BLOCK, *const at = rlx_turn_at(piece, warp * 4);
+            rlx_add_turns<2, 4>(all, block, at, lane, digits + (part * 1024 & moves), totals + part * 8 * UNITS, powers[part * 8]);
+          }
+          rlx_ring_leave(own.used + own.place, lane);
+          if (++own.place == SLOTS) own.place = 0, own.phase ^= 1;
+        }
+      };
+      if (group == first && half == 0) {
+        uint4 heard[AHEAD], next[AHEAD];
+        X held[AHEAD], more[AHEAD];
+        const auto start = [&](int part, uint4& to, X& with) {
+          const int d = part * 1024 + warp * 128 + lane * 4;
+          if (multiplied(part)) to = hear(d), fetch(with, d);
+        };
+        #pragma unroll
+        for (int n = 0; n < AHEAD; n++) start(n, heard[n], held[n]);
+        #pragma unroll 1
+        for (int at = 0; at < PARTS; at += AHEAD) {
+          if (PARTS > AHEAD)
+            #pragma unroll
+            for (int n = 0; n < AHEAD; n++)
+              if (at + AHEAD + n < PARTS) start(at + AHEAD + n, next[n], more[n]);
+          #pragma unroll
+          for (int n = 0; n < AHEAD; n++) {
+            const int part = at + n, d = part * 1024 + warp * 128 + lane * 4;
+            if ((PARTS % AHEAD && part >= PARTS) || !multiplied(part)) break;
+            while (!ready(heard[n])) heard[n] = hear(d);
+            float out[4];
+            make(held[n], heard[n], out, square);
+            const float power = rlx_digits<4>(own.x + d, PITCH, totals + part * 8 * UNITS + lane * RLX_GROUPS / 8, out, lane);
+            if (lane == 0) powers[part * 8] = power;
+          }
+          __syncwarp();
+          pieces(at, PARTS - at < AHEAD ? PARTS : at + AHEAD);
+          if (PARTS > AHEAD)
+            #pragma unroll
+            for (int n = 0; n < AHEAD; n++) heard[n] = next[n], held[n] = more[n];
+        }
+        if (NORM) {
+          #pragma unroll
+          for (int by = 16; by > 0; by /= 2) square += rlx_from(square, 32, by);
+          if (lane == 0) squares[warp] = square;
+        }
+      } else pieces(0, PARTS);
+      rlx_add_units<2>(sums + warp * RLX_CHAIN_SUMS + half * 32 + g * 4, all, lane);
+    }
+    rlx_sync<256>();
+    const int column = threadIdx.x - (group - first) % 8 * 32; /* another warp ends each group */
+    if (column >= 0 && column < 32) {
+      float all = sums[column], also = BOTH ? sums[column + 32] : 0;
+      #pragma unroll
+      for (int w = 1; w < 8; w++) {
+        all += sums[w * RLX_CHAIN_SUMS + column];
+        if (BOTH) also += sums[w * RLX_CHAIN_SUMS + column + 32];
+      }
+      end(group * 32 + column, all, also, squares);
+    }
+    own.half ^= 1;
+  }
+}
