@@ -12,8 +12,10 @@ from code_cases import AFTER, BEFORE, TARGETS, TRIPLE, every, failures
 
 from rlx.backends.cpu.target import target_for
 from rlx.errors import CompileError
-from rlx.host.jit import compile_object
+from rlx.host.emit import ATTRIBUTES, Emitter, V
+from rlx.host.jit import assembly, compile_object
 from rlx.host.legal import faults
+from rlx.host.math import bf16_bits_by_hardware
 from rlx.ir.op import OPS, Kind
 
 HERE = Path(__file__).parent
@@ -100,3 +102,18 @@ def test_instructions_by_name_need_their_features(processor: str) -> None:
     unknown = faults("declare void @llvm.x86.unheard.of()\n", TARGETS[processor].features)
     lacks = "x86" if processor == "aarch64" else "features that this check does not know"
     assert unknown == [f"llvm.x86.unheard.of needs {lacks}"]
+
+
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_one_instruction_tells_whether_numbers_are_subnormal(lanes: int) -> None:
+    """In front of every rounding to bf16 by hardware, which flushes them."""
+    features = [f for f in TARGETS["avx512fp16"].features if f != "avx512dq"]
+    for has, word in ((TARGETS["avx512fp16"].features, "x86.avx512.fpclass"), (features, "is.fpclass")):
+        e = Emitter(has)
+        e.store(bf16_bits_by_hardware(e, e.load(f"<{lanes} x float>", V("%args", "ptr"), 4)), V("%args", "ptr"), 2)
+        e.ret()
+        text = "\n".join([*e.declarations, ATTRIBUTES, e.function("f", "ptr %args")])
+        assert f"llvm.{word}" in text and not faults(text, has)
+        assert ("vfpclassps" in assembly(text, TARGETS["avx512fp16"])) == (word != "is.fpclass")
+    text = f"declare <{lanes} x i1> @llvm.x86.avx512.fpclass.ps.{32 * lanes}(<{lanes} x float>, i32)\n"
+    assert faults(text, features) == [f"llvm.x86.avx512.fpclass.ps.{32 * lanes} needs avx512dq"]

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 _NEEDS = {
     "x86": {
         "avx512bf16.cvtneps2bf16.256": ("avx512bf16", "avx512vl"), "avx512bf16.": ("avx512bf16",),
-        "avx512.vpdpbusd": ("avx512vnni",), "avx512.": ("avx512f",), "tdpbf16ps": ("amx-tile", "amx-bf16"),
+        "avx512.vpdpbusd": ("avx512vnni",), "avx512.fpclass.ps.256": ("avx512dq", "avx512vl"),
+        "avx512.fpclass.": ("avx512dq",), "avx512.": ("avx512f",), "tdpbf16ps": ("amx-tile", "amx-bf16"),
         "tdpbusd": ("amx-tile", "amx-int8"), "ldtilecfg": ("amx-tile",), "tile": ("amx-tile",), "sse": (),
     },
     "aarch64": {

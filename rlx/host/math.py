@@ -112,7 +112,11 @@ def bf16_bits_by_hardware(e: Emitter, x: V) -> V:
     hold."""
     name = f"x86.avx512bf16.cvtneps2bf16.{32 * x.lanes}"
     fast = e.convert("bitcast", e.intrinsic(name, x, suffix=(), returns=f"<{x.lanes} x bfloat>"), "i16")
-    subnormal = e.intrinsic("is.fpclass", x, V("144", "i32"), suffix=(x.ty,), returns=f"<{x.lanes} x i1>")
+    mask = f"<{x.lanes} x i1>"
+    if "avx512dq" in e.features:  # one instruction; LLVM computes is.fpclass by three
+        subnormal = e.intrinsic(f"x86.avx512.fpclass.ps.{32 * x.lanes}", x, V("32", "i32"), suffix=(), returns=mask)
+    else:
+        subnormal = e.intrinsic("is.fpclass", x, V("144", "i32"), suffix=(x.ty,), returns=mask)
     before = e.block
     with e.when(e.intrinsic("vector.reduce.or", subnormal, returns="i1")):
         slow, inside = bf16_bits(e, x), e.block
