@@ -11,6 +11,14 @@ struct rlx_chain {
   int place, phase, turn, half;
 };
 
+/* Warps that compute take registers that those that copy do not need. */
+template <bool MORE> RLX_FN void rlx_chain_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  if constexpr (MORE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  else asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+#endif
+}
+
 /* -- words: numbers that blocks tell each other through global memory. The last bit of the fraction is a mark, which differs from the
    one that the same word had before, so a reader sees whether a word has come. --------------------------------------------------- */
 RLX_FN uint32_t rlx_word(float x, uint32_t mark) { return (__float_as_uint(x) & ~1u) | mark; }

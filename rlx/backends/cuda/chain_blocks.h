@@ -50,8 +50,10 @@ RLX_FN void rlx_chain_blocks(
         };
         #pragma unroll
         for (int n = 0; n < AHEAD; n++) start(n, heard[n], held[n]);
+        int parts = PARTS;
+        asm volatile("" : "+r"(parts)); /* keeps the loop a loop: the code of all stages should stay in the cache */
         #pragma unroll 1
-        for (int at = 0; at < PARTS; at += AHEAD) {
+        for (int at = 0; at < parts; at += AHEAD) {
           if (PARTS > AHEAD)
             #pragma unroll
             for (int n = 0; n < AHEAD; n++)

@@ -198,7 +198,7 @@ class ProductWriter(StageWriter):
         product = p.pieces.product(f"{c.n}, {c.k}, RLX_SLOTS, {flags}, {more}")
         self.line(f"{product}(own, hear, ready, fetch, make, ahead, end);")
         parameters = "rlx_chain& own, const uint64_t* row, uint32_t run"
-        return f"struct {more} {{{fields} }};\n" + self.finished(f"rlx_stage_{KIND}", parameters, "own, row, *run")
+        return f"struct {more} {{{fields} }};\n" + self.finished(f"rlx_stage_{KIND}", parameters, "own, row, run")
 
     def weights(self) -> str:
         p, c, stages = self.product, self.contract, self.operands.chain.stages
@@ -350,7 +350,7 @@ class AttentionWriter(StageWriter):
         self.finish()
         self.line("rlx_sync<256>();  // the next stage uses the same shared memory")
         parameters = "rlx_chain& own, rlx_chain_keys<rlx_heads>& keys, const uint64_t* row, uint32_t run, const int position"
-        own = self.finished(f"rlx_stage_{KIND}", parameters, "own, keys, row, *run, *position")
+        own = self.finished(f"rlx_stage_{KIND}", parameters, "own, keys, row, run, position")
         return "\n".join([*texts, *self.early(caches, units), own])
 
     def cache(self, view: View, name: str) -> str:

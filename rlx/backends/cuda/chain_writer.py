@@ -28,7 +28,7 @@ from rlx.backends.cuda.schedule import COPIED, LARGEST, RESERVED, WARP
 from rlx.ir.program import Program
 from rlx.records import record
 
-THREADS = WARP * (WARPS + 1)
+THREADS = WARP * (WARPS + 4)  # registers are given to four warps at a time, of which one copies
 MOST_SLOTS = 12  # of the ring
 OWN_SUMS, SQUARES = 2 * WARPS * SUMS, 2 * WARPS  # numbers: sums of columns, and of norms
 FRONT = 128  # bytes in front of the words: the number of the run
@@ -79,7 +79,7 @@ def written(chain: Chain, program: Program, blocks: int) -> ChainText:
     operands = Operands(chain, program)
     kinds = _Kinds(chain, operands, blocks)
     area = max(-(-row_bytes(s, chain, program, blocks) // COPIED) * COPIED for s in chain.stages)
-    held = area + 4 * (OWN_SUMS + SQUARES) + 8 * (len(kinds.table) + 1)
+    held = area + 4 * (OWN_SUMS + SQUARES) + 8 * len(kinds.table)
     pieces = [s.pieces for s in chain.stages if isinstance(s, Product)]
     piece = -(-max(x.piece for x in pieces) // COPIED) * COPIED
     slots = min(MOST_SLOTS, (LARGEST - RESERVED - held - 16 * MOST_SLOTS) // piece)
@@ -101,32 +101,30 @@ def written(chain: Chain, program: Program, blocks: int) -> ChainText:
 def _kernel(kinds: _Kinds, operands: Operands, heads: Attention | None, area: int, words: int) -> Iterator[str]:
     entries, stages = len(kinds.table), len(operands.chain.stages)
     direct = "".join(f", unsigned long long direct{n}" for n in range(len(operands.direct)))
-    early = [f"if (({{0}}[0] & 255) == {kind}) rlx_stage_{kind}_early(keys, {{0}}, *position);" for kind in kinds.attends]
+    early = [f"if (({{0}}[0] & 255) == {kind}) rlx_stage_{kind}_early(keys, {{0}}, position);" for kind in kinds.attends]
     yield f'extern "C" __global__ void __launch_bounds__({THREADS}, 1)\n{NAME}(unsigned char* const base{direct}) {{'
     yield f"  extern __shared__ __align__({COPIED}) unsigned char rlx_shared[];"
     yield "  unsigned char* const area = rlx_shared + RLX_SLOTS * RLX_PIECE;"
     yield f"  float *const sums = (float*)(area + {area}), *const squares = sums + {OWN_SUMS};"
     yield f"  uint64_t *const table = (uint64_t*)(squares + {SQUARES}), *const filled = table + {entries};"
     yield "  uint64_t* const used = filled + RLX_SLOTS;"
-    yield "  volatile int *const run = (volatile int*)(used + RLX_SLOTS), *const position = run + 1;  // registers are few"
     yield "  rlx_start_next();"
     yield f"  for (int n = threadIdx.x; n < {entries}; n += {THREADS}) table[n] = ((const uint64_t*)(base + {words}))[n];"
     yield f"  if (threadIdx.x / 32 == {WARPS}) rlx_ring_begin(filled, RLX_SLOTS, {WARPS}, threadIdx.x % 32);"
     yield "  __syncthreads();"
-    yield f"  if (threadIdx.x / 32 == {WARPS}) {{  // weights do not wait for the kernels in front"
+    yield f"  if (threadIdx.x / 32 >= {WARPS}) {{  // weights do not wait for the kernels in front"
+    yield f"    rlx_chain_registers<false>();\n    if (threadIdx.x / 32 > {WARPS}) return;"
     yield "    rlx_chain_copies own = {0, 0, 0, 0, 0};"
     yield "    #pragma unroll 1"
     yield f"    for (const uint64_t* row = table; (row[0] & 255) != {DONE}; row += row[0] >> 8)"
     yield "      switch (row[0] & 255) {"
     yield from (f"        case {kind}: {feed} break;" for kind, feed in enumerate(kinds.feeds) if feed)
     yield "      }\n    return;\n  }"
-    yield "  rlx_begin();"
-    yield "  if (threadIdx.x == 0) *run = *(const volatile int*)base;"
+    yield "  rlx_chain_registers<true>();\n  rlx_begin();"
+    yield "  const uint32_t run = *(const volatile uint32_t*)base;"
     yield "  rlx_chain own = {rlx_shared, area, filled, used, sums, squares, 0, 0, 0, 0};"
     if heads:
         yield from _position(kinds, operands, heads)
-    yield "  rlx_sync<256>();"
-    if heads:
         yield from (f"  {text.format('table')}" for text in early)
     yield "  const uint64_t* row = table;"
     yield "  #pragma unroll 1"
@@ -136,7 +134,7 @@ def _kernel(kinds: _Kinds, operands: Operands, heads: Attention | None, area: in
     yield "    switch (row[0] & 255) {"
     yield from (f"      case {kind}: {call} break;" for kind, call in enumerate(kinds.calls))
     yield "    }\n    row = next;\n  }"
-    yield "  if (blockIdx.x == 0 && threadIdx.x == 0) *(int*)base = *run + 1;\n}\n"
+    yield "  if (blockIdx.x == 0 && threadIdx.x == 0) *(uint32_t*)base = run + 1;\n}\n"
 
 
 def _position(kinds: _Kinds, operands: Operands, heads: Attention) -> Iterator[str]:
@@ -145,7 +143,7 @@ def _position(kinds: _Kinds, operands: Operands, heads: Attention) -> Iterator[s
     at = next(n for n, (kind, value) in enumerate(kinds.table) if kind == ARGUMENT and operands.buffer(value) == wanted)
     kind, most = CUDA.element(heads.start.buffer.dtype), heads.native.inputs[1].dims[2] - 1
     yield f"  const {kind} given = ((const {kind}*)table[{at}])[{heads.start.offset}];"
-    yield f"  if (threadIdx.x == 0) *position = given < 0 ? 0 : given > {most} ? {most} : (int)given;"
+    yield f"  const int position = given < 0 ? 0 : given > {most} ? {most} : (int)given;"
     yield "  rlx_chain_keys<rlx_heads> keys;"
 
 
