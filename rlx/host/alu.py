@@ -47,7 +47,7 @@ def to_memory(e: Emitter, value: V, dtype: DType) -> V:
     if dtype == bf16 and {"neon", "bf16"} <= set(e.features):
         return e.convert("bitcast", e.convert("fptrunc", value, "bfloat"), "i16")
     if dtype == bf16:
-        by_hardware = value.lanes in (8, 16) and {"avx512bf16", "avx512vl"} <= set(e.features)
+        by_hardware = value.lanes in (8, 16, 32) and {"avx512bf16", "avx512vl"} <= set(e.features)
         return math.bf16_bits_by_hardware(e, value) if by_hardware else math.bf16_bits(e, value)
     if dtype == f16:
         return math.f16_bits(e, value)

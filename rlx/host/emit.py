@@ -193,7 +193,7 @@ class Emitter:
         return value
 
     def stream(self, value: V, address: V, align: int) -> None:
-        """Nontemporal store. `align` is the value's size. A fence must follow before other threads may read it."""
+        """Nontemporal store. `align` is the value's size, at most 64. A fence must follow before other threads may read it."""
         self.declare(STREAMS)
         self.do(f"store {value}, {address}, align {align}, !nontemporal !0")
 

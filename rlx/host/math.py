@@ -25,7 +25,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 
 from rlx.host.emit import Emitter, V
 
@@ -106,18 +106,20 @@ def bf16_bits(e: Emitter, x: V) -> V:
 
 
 def bf16_bits_by_hardware(e: Emitter, x: V) -> V:
-    """bf16_bits for vectors of 8 or 16 lanes by the hardware instruction. It flushes subnormals, so these are recomputed (rare).
+    """bf16_bits for vectors of 8, 16 or 32 lanes by the hardware instruction. It flushes subnormals: these are recomputed (rare).
 
     The instruction is called as an intrinsic: LLVM would fold a constant fptrunc to a scalar bfloat, which x86 registers cannot
     hold."""
-    name = f"x86.avx512bf16.cvtneps2bf16.{32 * x.lanes}"
-    fast = e.convert("bitcast", e.intrinsic(name, x, suffix=(), returns=f"<{x.lanes} x bfloat>"), "i16")
-    mask = f"<{x.lanes} x i1>"
-    if "avx512dq" in e.features:  # one instruction; LLVM computes is.fpclass by three
-        subnormal = e.intrinsic(f"x86.avx512.fpclass.ps.{32 * x.lanes}", x, V("32", "i32"), suffix=(), returns=mask)
-    else:
-        subnormal = e.intrinsic("is.fpclass", x, V("144", "i32"), suffix=(x.ty,), returns=mask)
-    before = e.block
+    parts = [e.shuffle(x, range(n, n + 16)) for n in (0, 16)] if x.lanes == 32 else [x]  # one instruction rounds both
+    lanes, name = x.lanes // len(parts), f"cvtne{len(parts) if len(parts) > 1 else ''}ps2bf16.{min(512, 32 * x.lanes)}"
+    fast = e.intrinsic(f"x86.avx512bf16.{name}", *reversed(parts), suffix=(), returns=f"<{x.lanes} x bfloat>")
+    fast, mask, found = e.convert("bitcast", fast, "i16"), f"<{lanes} x i1>", list[V]()
+    for part in parts:
+        if "avx512dq" in e.features:  # one instruction; LLVM computes is.fpclass by three
+            found.append(e.intrinsic(f"x86.avx512.fpclass.ps.{32 * lanes}", part, V("32", "i32"), suffix=(), returns=mask))
+        else:
+            found.append(e.intrinsic("is.fpclass", part, V("144", "i32"), suffix=(part.ty,), returns=mask))
+    before, subnormal = e.block, reduce(partial(e.bin, "or"), found)
     with e.when(e.intrinsic("vector.reduce.or", subnormal, returns="i1")):
         slow, inside = bf16_bits(e, x), e.block
     return e.phi((fast, before), (slow, inside))
@@ -248,6 +250,9 @@ def _in_16_lanes(e: Emitter, x: V, function: Callable[[V], V]) -> V:
     """function(x), of a function of 16 lanes."""
     if x.lanes == 16:
         return function(x)
+    if x.lanes == 32:
+        low, high = (function(e.shuffle(x, range(n, n + 16))) for n in (0, 16))
+        return e.shuffle(low, range(32), high)
     if x.ty[0] != "<":
         return e.op(x.ty, f"extractelement {function(e.splat(x, 16))}, i64 0")
     return e.shuffle(function(e.shuffle(x, [n % x.lanes for n in range(16)])), range(x.lanes))

@@ -29,7 +29,7 @@ from rlx.backends.cpu.transpose import Crossing, collapsed, crossing, emit_tiles
 from rlx.backends.cpu.updates import updated_in_place
 from rlx.backends.shared.nest import Dims, distinct, joined, nested, stores
 from rlx.backends.shared.rounding import in_fewer
-from rlx.host.emit import STREAMS, Emitter, V
+from rlx.host.emit import Emitter, V
 from rlx.host.processor import fetches_ahead
 from rlx.records import record
 
@@ -102,8 +102,6 @@ def _render_loops(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[s
         spaces = [x if kernel.limits else x.joined() for x in spaces_of(kernel, target, wanted)]
         works = [x.weight_ns(target) for x in spaces]
         tasks = _emit_spaces([x.tiled(kernel, target, scope.streams) for x in spaces], works, scope, wanted, limits)
-    if STREAMS in e.declarations and any(f.startswith("triple=x86") for f in target.features):
-        e.intrinsic("x86.sse.sfence", suffix=(), returns="void")  # non-temporal stores are not ordered with later stores
     return module.rendered(e, symbol, tasks)
 
 

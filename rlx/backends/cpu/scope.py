@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial, reduce
 
+from rlx.backends.cpu.abi import LINE
 from rlx.backends.cpu.strided import reads_between, strided
 from rlx.backends.shared.nest import operands, postorder, substitute
 from rlx.host import alu
@@ -214,7 +215,7 @@ def access(x: Load | Store, scope: Scope, value: V | None = None) -> V:
         value = value and em.shuffle(value, backward)
     if contiguous and mask is None:
         if value is not None and x.buffer in scope.streams and stride == 1 and _is_multiple(x.index, scope.lanes, scope):
-            em.stream(value, where, size * scope.lanes)
+            em.stream(value, where, min(LINE, size * scope.lanes))
             return value
         if distance := scope.far.get(x.buffer):
             em.prefetch(em.gep(where, distance if stride == 1 else -distance))

@@ -64,35 +64,56 @@ def begin_sums(e: Emitter, sums: V, above: range, across: range, pitch: int, kep
 def blocks_function(
     e: Emitter, a: V, b: V, sums: V, k: int | V, kept: V | None = None, ahead: V | None = None, *,
     rows: int, vectors: int, group: int, from_a: Layout, from_b: Layout, step_a: int = 0, pitch: int = 0, share: int = 0,
-    streamed: str = "", beside: Callable[[V], None] | None = None, first: V | None = None, step: int = SIDE,
+    streamed: str = "", keep: int = 0, beside: Callable[[V], None] | None = None, first: V | None = None, step: int = SIDE,
     rest: Sequence[V] = (),
 ) -> None:  # fmt: skip
     """sums[rows][vectors * SIDE] = a[rows, k] @ b[k, vectors * SIDE], k counted in groups, a multiple of `step`. `kept`: whether
     the previous sums are added (None: never). The unit is configured for this height and step. `step_a`: bytes from a step of a
     to the next, if they are not in a row. `pitch`: distance of rows of sums, if it is not their length. `ahead`: where `share`
-    bytes per step are prefetched from. `streamed`: "a" or "b", which need not stay in the L1 cache. `beside`: emits
+    bytes per step are prefetched from. `streamed`: "a" or "b", which need not stay in the L1 cache. `keep`: of the other one only
+    so many groups need, if k is a number and more; both blocks of b are then loaded before those of a. `beside`: emits
     other work of the step at an index, done while the unit multiplies. `first`: the column of a at which k begins, if a's columns
     lie in levels. `rest`: whether the last step of b is read from a copy, and that, with zeros behind k; a has zeros there too.
     Other values there, in either operand, may be infinite or NaN."""
     above, across, pitch = range(-(-rows // SIDE)), range(vectors), pitch or SIDE * vectors
     places = begin_sums(e, sums, above, across, pitch, kept)
-    loads = ["tileloaddt164" if streamed == x else "tileloadd64" for x in "ab"]
-    with e.loop(0, k, step, carried=[a, b, *([ahead] if ahead else [])]) as loop:
-        at, at_b, *now = loop.carried
-        after = at if first else e.gep(at, step_a or from_a.byte(0, step))
-        loop.next = [after, from_b.at(e, at_b, step), *prefetch(e, now, share)]
-        at = from_a.at(e, at, 0, e.bin("add", first, loop.index)) if first else at
-        if rest:
-            last = e.bin("and", rest[0], e.cmp("sge", e.bin("add", loop.index, step), e.i64(k)))
-            at_b = e.select(last, rest[1], at_b)
-        for i in above:
-            do(e, loads[0], A[i], from_a.at(e, at, SIDE * i), e.i64(from_a.byte(1, 0)))
-        for j in across:
-            do(e, loads[1], B[j], from_b.at(e, at_b, 0, SIDE * j), e.i64(from_b.byte(1, 0)))
-            for i in above:
-                do(e, FEATURES[group][1], SUMS[i][j], A[i], B[j])
-        if beside:
-            beside(loop.index)
+    number = {"a": above, "b": across}
+    held, other = "ba" if keep else "ab"  # the operand whose blocks are all loaded first
+
+    def steps(begin: int, stop: int | V, passing: str, carried: Sequence[V]) -> Sequence[V]:
+        """Those from `begin` on; operands in `passing` go by the L1 cache. Returns the addresses behind them."""
+        loads = {x: "tileloaddt164" if x in passing else "tileloadd64" for x in "ab"}
+        with e.loop(begin, stop, step, carried=carried) as loop:
+            at, at_b, *now = loop.carried
+            after = at if first else e.gep(at, step_a or from_a.byte(0, step))
+            loop.next = [after, from_b.at(e, at_b, step), *prefetch(e, now, share)]
+            at = from_a.at(e, at, 0, e.bin("add", first, loop.index)) if first else at
+            if rest:
+                last = e.bin("and", rest[0], e.cmp("sge", e.bin("add", loop.index, step), e.i64(k)))
+                at_b = e.select(last, rest[1], at_b)
+
+            def load(x: str, n: int) -> None:
+                if x == "a":
+                    do(e, loads[x], A[n], from_a.at(e, at, SIDE * n), e.i64(from_a.byte(1, 0)))
+                else:
+                    do(e, loads[x], B[n], from_b.at(e, at_b, 0, SIDE * n), e.i64(from_b.byte(1, 0)))
+
+            for n in number[held]:
+                load(held, n)
+            for n in number[other]:
+                load(other, n)
+                for m in number[held]:
+                    i, j = (n, m) if keep else (m, n)
+                    do(e, FEATURES[group][1], SUMS[i][j], A[i], B[j])
+            if beside:
+                beside(loop.index)
+        return loop.results
+
+    start = [a, b, *([ahead] if ahead else [])]
+    if isinstance(k, int) and 0 < keep < k:
+        steps(keep, k, "ab", steps(0, keep, streamed, start))
+    else:
+        steps(0, k, streamed, start)
     for tile, place in places.items():
         do(e, "tilestored64", tile, place, e.i64(4 * pitch))
 

@@ -6,6 +6,9 @@ L2. Between parts the sums are in scratch. The order of additions is that of one
 by row between the products of the next one, since the two use different units of the core; a short one waits for the caches as
 they do.
 
+Results that go past the caches (tiles.streamed_results) wait for none. Their short epilogues run beside products, too, unless
+they read other rows, and k is not cut: the first MATRIX_DEPTH steps of the panel stay in the L1 cache, and the others pass it by.
+
 A depth that is not whole steps has a last one of which the unit reads copies, with zeros behind k.
 
 If a task has enough panels, its rows of `a` are copied first, or they are computed: as tiles, whose steps are consecutive in
@@ -27,7 +30,7 @@ from rlx.backends.cpu.kernels.tiles import MATRIX_DEPTH
 from rlx.backends.cpu.loops import emit_statements, hoist, weight
 from rlx.backends.cpu.scope import Scope, expr
 from rlx.host.emit import Emitter, V, vector
-from rlx.ir.kernel import Buffer, Computed, Local
+from rlx.ir.kernel import Buffer, Computed, Contract, Load, Local, coefficient, walk
 
 LINE = 4 * amx.SIDE  # bytes of a row of a block
 HEAVY = 12  # weight of an epilogue that takes as long as the products of a shallow tile
@@ -65,12 +68,17 @@ class MatrixUnit:
         self.tile_bytes = self.steps * self.step_bytes  # of a staged tile of a
         if p.tiled:
             self.groups = Layout(groups.dtype, amx.SIDE)
-        self.beside = weight(self.c.epilogue) >= HEAVY
+        past, self.heavy = bool(product.streams), weight(self.c.epilogue) >= HEAVY
+        self.beside = self.heavy or (past and not _reads_rows(self.c))
         cached = self.tiles * p.rows * self.steps * LINE <= amx.L1
         self.levels = not p.tiled and bool(self.groups.col_levels)
         self.streamed = "b" if self.tiles == 1 else "" if cached or self.levels else "a"
-        self.parts = -(-self.steps // MATRIX_DEPTH)
+        self.keep = MATRIX_DEPTH if past and self.streamed == "a" else 0  # steps
+        self.parts = 1 if self.keep else -(-self.steps // MATRIX_DEPTH)
         self.depth = -(-self.steps // self.parts)  # steps of a part
+        each = 1 << (-(-p.rows // self.steps) - 1).bit_length()
+        self.rows_beside = each if self.keep else 0  # of each step; 0: known at run time
+        self.even = bool(self.keep) and p.tall == (p.in_segment or p.row_tiles) and p.rows % each == 0
         self.sums_bytes = p.rows * 4 * p.columns
         kept = max(2, self.tiles) if self.parts > 1 else 2  # one tile is finished while the next is summed
         self.config_at, self.pending_at = product.reserve(amx.CONFIG_BYTES), product.reserve(4 * 8)
@@ -204,25 +212,28 @@ class MatrixUnit:
             ahead, rest = (ahead[:-2], ahead[-2:]) if self.rest else (ahead, ())
             steps, own = e.bin("udiv", k, e.i64(self.step)), values[len(places) + 4 :]
             each = e.bin("udiv", e.bin("sub", e.bin("add", waiting.count, steps), 1), steps)
+            each = e.i64(self.rows_beside) if self.rows_beside else each
 
             def beside(at: V) -> None:
                 low = e.bin("mul", e.bin("udiv", at, e.i64(self.step)), each)
-                rows = e.intrinsic("smin", each, e.bin("sub", waiting.count, low))
-                with e.when(e.cmp("sgt", rows, e.i64(0))):
-                    self._epilogue(e, waiting, low, rows, own, vectors, tail)
+                left = e.bin("sub", waiting.count, low)
+                rows = each if self.even else e.intrinsic("smin", each, left)
+                with e.when(e.cmp("sgt", left, e.i64(0))):
+                    self._epilogue(e, waiting, low, rows, own, vectors, tail, inside=not self.heavy)
 
             amx.blocks_function(
-                e, a, b, sums, k, kept if self.parts > 1 else None, *ahead, rows=height, vectors=vectors, group=self.plan.group,
-                from_a=self.groups, from_b=self.from_b, step_a=self.step_bytes, share=share, streamed=self.streamed,
-                beside=beside if self.beside else None, first=first, step=self.step, rest=rest,
+                e, a, b, sums, self.steps * self.step if self.keep else k, kept if self.parts > 1 else None, *ahead, rows=height,
+                vectors=vectors, group=self.plan.group, from_a=self.groups, from_b=self.from_b, step_a=self.step_bytes,
+                share=share, streamed=self.streamed, keep=self.keep * self.step, beside=beside if self.beside else None,
+                first=first, step=self.step, rest=rest,
             )  # fmt: skip
 
         self.product.call(e, f"blocks_{height}x{vectors}_{tail}", body, *places, *pending, *outside)
 
     def _epilogue(
-        self, e: Emitter, pending: Pending, low: V, rows: V, outside: Sequence[V], vectors: int, tail: int
+        self, e: Emitter, pending: Pending, low: V, rows: V, outside: Sequence[V], vectors: int, tail: int, inside: bool = False
     ) -> None:
-        """The epilogue of `rows` pending rows from `low` on."""
+        """The epilogue of `rows` pending rows from `low` on; `inside`: not as a function."""
         product = self.product
 
         def body(e: Emitter, sums: V, first: V, rows: V, column: V, args: V, scratch: V, status: V, i0: V, *point: V) -> None:
@@ -234,4 +245,12 @@ class MatrixUnit:
 
         line = step(e, pending.sums, low, 4 * vectors * self.plan.lanes)
         places = line, e.bin("add", pending.row, low), rows, pending.column
-        product.call(e, f"finish_{vectors}_{tail}", body, *places, *outside)
+        if inside:
+            body(e, *places, *outside)
+        else:
+            product.call(e, f"finish_{vectors}_{tail}", body, *places, *outside)
+
+
+def _reads_rows(c: Contract) -> bool:
+    """Whether the epilogue reads other values for each row: the unit would wait for them."""
+    return any(isinstance(x, Load) and coefficient(x.index, c.i) != 0 for x in walk(c.epilogue))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.scope import Scope, limit_of
-from rlx.host.emit import ATTRIBUTES, PARAMETERS, Emitter, V
+from rlx.host.emit import ATTRIBUTES, PARAMETERS, STREAMS, Emitter, V
 from rlx.ir.kernel import Buffer, Kernel, Native
 
 ARGS, TASK, SCRATCH, STATUS = V("%args", "ptr"), V("%task", "i64"), V("%scratch", "ptr"), V("%status", "ptr")
@@ -59,6 +59,8 @@ class Module:
 
     def rendered(self, e: Emitter, symbol: str, tasks: int) -> Rendered:
         """The whole module. `e` holds the kernel function."""
+        if STREAMS in {**self._declarations, **e.declarations} and any(f.startswith("triple=x86") for f in e.features):
+            e.intrinsic("x86.sse.sfence", suffix=(), returns="void")  # non-temporal stores are not ordered with later stores
         e.ret()
         self._add(e, symbol, PARAMETERS)
         return Rendered(symbol, "\n".join([*self._declarations, ATTRIBUTES, *self._texts]), tasks, self.scratch_bytes)

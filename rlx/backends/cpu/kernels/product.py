@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from rlx.backends.cpu.abi import KEPT, Rendered
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided, share, step
-from rlx.backends.cpu.kernels.tile import lane_mask
-from rlx.backends.cpu.kernels.tiles import Plan, kept_locals
+from rlx.backends.cpu.kernels.tile import LINE, lane_mask
+from rlx.backends.cpu.kernels.tiles import Plan, kept_locals, streamed_results
 from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Beside, Scope, expr, limit_of
 from rlx.backends.shared.nest import substitute
@@ -40,6 +40,7 @@ class Product(Module):
         self.block_rows = blocks if self.limited else plan.block_rows
         self.local_at: Mapping[Local, int] = {}
         self.far = {} if plan.matrix else _far(contract, plan)
+        self.streams = streamed_results(kernel, contract, plan.columns, target) if plan.matrix else frozenset()
         self.streamed = 0  # Rendered.streamed
         if plan.tasks == plan.groups and fetches_ahead(self.features):  # not among blocks of rows or grid points
             self.streamed = _streamed(kernel, contract)
@@ -223,18 +224,21 @@ class Product(Module):
         """The epilogue for `count` rows from `first`, columns from j0; the sums of consecutive rows are `pitch`
         apart (0: no gaps)."""
         c, lanes, size = self.c, self.plan.lanes, self.acc.itemsize
+        columns = (vectors - (tail > 0)) * lanes + tail
+        streams = self.streams if columns == self.plan.columns else frozenset()
+        wide = max([lanes, *(LINE // b.dtype.itemsize for b in streams)])  # whole lines of each streamed result
         hoist(c.epilogue, scope)
         with e.loop(0, count, nonempty=True) as rows:
             at_row = self._at_row(e, scope, i0, e.bin("add", first, rows.index))
-            at_row.far = self.far
+            at_row.far, at_row.streams = self.far, streams
             hoist(c.epilogue, at_row)
             line = step(e, sums, rows.index, (pitch or vectors * lanes) * size)
 
             def summed(column: V) -> V:
-                return e.load(vector(stored(self.acc), lanes), step(e, line, column, size), size)
+                return e.load(vector(stored(self.acc), wide), step(e, line, column, size), size)
 
-            columns, few = (vectors - (tail > 0)) * lanes + tail, self.plan.matrix > 0  # two vectors at most
-            emit_epilogue(c.epilogue, at_row, c.acc, c.j, summed, columns, lanes, j0, unroll=few)
+            few = self.plan.matrix > 0  # two vectors at most
+            emit_epilogue(c.epilogue, at_row, c.acc, c.j, summed, columns, wide, j0, unroll=few)
 
     def _at_row(self, e: Emitter, scope: Scope, i0: V, row: V) -> Scope:
         """The scope of one row of the block that starts at i0. Per-row locals refer to this row's part."""

@@ -16,8 +16,9 @@ from rlx.backends.cpu.dots import SUMS as SUM_DTYPES
 from rlx.backends.cpu.dots import Dot, dot_of
 from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.tile import LINE
+from rlx.backends.cpu.scope import remainder
 from rlx.host.processor import fetches_ahead
-from rlx.ir.kernel import Buffer, Computed, Contract, Kernel, Local, Operand, Store, walk
+from rlx.ir.kernel import Buffer, Computed, Contract, Kernel, Local, Operand, Store, coefficient, loaded_buffers, walk
 from rlx.ir.target import Target
 from rlx.records import record
 
@@ -37,6 +38,7 @@ IN_PLACE_TILES = 8  # up to this many row tiles read an unpacked `b` in place; w
 MATRIX_ROWS = 8  # fewer leave most of the matrix unit idle
 MATRIX_DEPTH = 2 * amx.L1 // 3 // (2 * amx.BLOCK)  # steps of k: two thirds of the L1 cache hold a panel's part
 MATRIX_BLOCK_ROWS = 512  # most rows of a block on the matrix unit, for which L3 is slow; several threads may share an L2 cache
+KEPT_SHARE = 2  # results up to this part of a second-level cache are there for their reader, beside weights and rows
 TILED_PANELS = 8  # with fewer panels, copying rows of `a` as tiles costs more than it gains
 TILED_COLUMNS = TILED_PANELS * 2 * amx.SIDE
 RAGGED_TASKS = 16  # per thread, if rows are spread over grid points in ways that are known at run time only
@@ -426,6 +428,21 @@ def _tasks(
     even = -(-blocks // step) * step  # with so many blocks, tasks are whole rounds of the threads
     lower = whole_rounds(blocks * times, threads) > blocks * times and LEAST_TILES * even <= row_tiles
     return even if lower else blocks, groups, batch_groups
+
+
+def streamed_results(kernel: Kernel, c: Contract, columns: int, target: Target) -> frozenset[Buffer]:
+    """Results of the matrix unit, in panels of so many columns, that are written past the caches: a thread's share does not stay
+    in its second-level cache, and each panel's part of a row is whole lines, so that no line is read to be written."""
+    known = c.count is None and not kernel.limits  # how many rows there are
+    read, most = loaded_buffers(kernel), target.threads * target.core_cache_bytes // KEPT_SHARE
+    large = [s for s in c.epilogue if isinstance(s, Store) and s.buffer not in read and known and s.guard is None]
+    large = [s for s in large if isinstance(b := s.buffer, Buffer) and b.size * b.dtype.itemsize > most]
+
+    def in_lines(s: Store) -> bool:
+        line = LINE // s.buffer.dtype.itemsize
+        return columns % line == 0 and coefficient(s.index, c.j) == 1 and remainder(s.index, c.j, line) == 0
+
+    return frozenset(s.buffer for s in large if in_lines(s))  # type: ignore[misc]
 
 
 def _by_rows(c: Contract, threads: int) -> bool:
