@@ -1,4 +1,4 @@
-"""Results of the matrix unit that are too large for a thread's cache: written past it in whole lines, with the same bits."""
+"""Results of the matrix unit that are stored as whole lines, large ones past the caches: with the same bits."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from test_cpu_amx import emulator as emulator
 import rlx
 from rlx.backends.cpu.backend import with_natives
 from rlx.backends.cpu.kernels import contract, tiles
+from rlx.backends.cpu.kernels import product as modules
 from rlx.backends.cpu.render import render
 from rlx.backends.cpu.target import target_for
 from rlx.compiler import lower
@@ -26,7 +27,7 @@ from rlx.ir.dtype import DType, bf16, f16, f32
 from rlx.ir.kernel import Buffer, Expr, Kernel, Load, Store, k
 from rlx.ir.target import Target
 
-FAR = 1 << 30  # as tiles.KEPT_SHARE: caches keep no result
+FAR, NEAR = 0, 1 << 30  # as tiles.KEPT_CACHES: caches keep no result, or all
 SHAPES = [(64, 64, 1088), (50, 96, 640), (150, 128, 512), (33, 32, 1678), (96, 352, 64), (75, 64, 834), (64, 288, 1088)]
 MM = "x86_64-unknown-linux-gnu", "sapphirerapids"
 
@@ -57,14 +58,17 @@ def results(kernel: Kernel, target: Target) -> np.ndarray:
 
 
 def check_same(kernel: Kernel, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bits are those of ordinary stores."""
+    """The bits are those of ordinary stores, and of stores that are no whole lines."""
     found = []
-    for share in (2, FAR):
-        monkeypatch.setattr(tiles, "KEPT_SHARE", share)
+    for caches in (NEAR, FAR):
+        monkeypatch.setattr(tiles, "KEPT_CACHES", caches)
         text = contract.render(kernel, target, "mm").text
-        assert ("nontemporal" in text) == ("sfence" in text) == (share == FAR)
+        assert ("nontemporal" in text) == ("sfence" in text) == (caches == FAR)
         found.append(results(kernel, target).tobytes())
-    assert found[0] == found[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(modules, "results_in_lines", lambda *args: frozenset())
+        found.append(results(kernel, target).tobytes())
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -90,7 +94,7 @@ def test_integers(emulator: Unit, shape: tuple[int, int, int], monkeypatch: pyte
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_windows_of_an_image(emulator: Unit, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "KEPT_SHARE", FAR)
+    monkeypatch.setattr(tiles, "KEPT_CACHES", FAR)
     target = with_amx()
     kernel = windows.convolution(windows.Shape(2, 3, 14, 64, 64, 3, 3), target, KINDS[kind])
     assert "nontemporal" in contract.render(kernel, target, "mm").text
@@ -100,7 +104,7 @@ def test_windows_of_an_image(emulator: Unit, kind: str, monkeypatch: pytest.Monk
 
 def test_subnormal_results(emulator: Unit, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two vectors are rounded by one instruction, which would flush them."""
-    monkeypatch.setattr(tiles, "KEPT_SHARE", FAR)
+    monkeypatch.setattr(tiles, "KEPT_CACHES", FAR)
     target = with_amx()
     kernel = product(64, 64, 64, "bf16", bf16, "residual", target)
     rest = np.random.default_rng(0).integers(0, 1 << 23, 64 * 64, np.uint32).view(np.float32)
@@ -113,20 +117,20 @@ def test_subnormal_results(emulator: Unit, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_which_results_go_past_the_caches() -> None:
-    """Those of which a thread's share is more than half of its cache, whose rows are whole lines, and that are not read again."""
+    """Those of which a thread's share is more than two caches, whose rows are whole lines, and that are not read again."""
 
     def streams(m: int, n: int, threads: int, dtype: DType | None = bf16, changes: Mapping[str, object] | None = None) -> bool:
         target = replace(with_amx(threads), core_cache_bytes=2 << 20)
         kernel = replace(product(m, n, 128, "bf16", dtype, "", target), **(changes or {}))
-        return bool(tiles.streamed_results(kernel, kernel.body[0], 32, target))
+        return any(tiles.past_caches(b, target) for b in tiles.results_in_lines(kernel, kernel.body[0], 32))
 
-    assert streams(1024, 1024, 1) and not streams(512, 1024, 1) and streams(512, 1024, 1, None)
-    assert not streams(1024, 1024, 2) and streams(4096, 1024, 2)
-    assert not streams(2048, 1000, 1) and streams(2048, 1008, 1, None)
+    assert streams(4096, 1024, 1) and not streams(2048, 1024, 1) and streams(2048, 1024, 1, None)
+    assert not streams(4096, 1024, 2) and streams(8192, 1024, 2)
+    assert not streams(8192, 1000, 1) and streams(8192, 1008, 1, None)
     kernel = product(1024, 1024, 128, "bf16", None, "residual", with_amx())
     (c,), out = kernel.body, kernel.buffers[-1]
     again = replace(c, epilogue=(Store(out, at := c.epilogue[0].index, k.add(c.acc, Load(out, at))),))
-    assert not tiles.streamed_results(replace(kernel, body=(again,)), again, 32, with_amx())
+    assert not tiles.results_in_lines(replace(kernel, body=(again,)), again, 32)
 
 
 def assembly(m: int, n: int, depth: int, kind: str, act: str) -> str:
@@ -144,21 +148,23 @@ def assembly(m: int, n: int, depth: int, kind: str, act: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind", "act", "past"),
+    ("shape", "kind", "act", "how"),
     [
-        ((512, 3072, 768), "bf16", "", True), ((512, 3072, 768), "bf16", "gelu", True),
-        ((512, 3072, 768), "bf16", "residual", True), ((1024, 1024, 1024), "u8 i8", "", True),
-        ((128, 384, 1536), "bf16", "", False), ((2048, 1000, 1024), "bf16", "", False),
+        ((1024, 3072, 768), "bf16", "", "past"), ((1024, 3072, 768), "bf16", "gelu", "past"),
+        ((1024, 3072, 768), "bf16", "residual", "past"), ((2048, 1024, 1024), "u8 i8", "", "past"),
+        ((512, 3072, 768), "bf16", "", "lines"), ((512, 3072, 768), "bf16", "gelu", "lines"),
+        ((128, 384, 1536), "bf16", "", "lines"),
+        ((512, 3072, 768), "bf16", "residual", ""), ((2048, 1000, 1024), "bf16", "", ""),
     ],
 )  # fmt: skip
-def test_assembly(shape: tuple[int, int, int], kind: str, act: str, past: bool) -> None:
+def test_assembly(shape: tuple[int, int, int], kind: str, act: str, how: str) -> None:
     """LLVM keeps the stores as they are meant. Of the loop's two stretches, the second leaves nothing in the L1 cache."""
     text = assembly(*shape, kind, act)
-    stores = re.findall(r"\tvmovnt(?:ps|dq|pd)\t%zmm", text)
+    stores, past = re.findall(r"\tvmovnt(?:ps|dq|pd)\t%zmm", text), how == "past"
     assert bool(stores) == past and text.count("\tsfence\n") == past
     if kind == "bf16":
-        assert ("vcvtne2ps2bf16" in text) == past and ("vcvtneps2bf16" in text) != past
-        assert shape[1] % 32 or [text.count(f"\t{x}\t") for x in ("tdpbf16ps", "tileloadd")] == ([8, 2] if past else [4, 6])
+        assert ("vcvtne2ps2bf16" in text) == bool(how) and ("vcvtneps2bf16" in text) != bool(how)
+        assert shape[1] % 32 or [text.count(f"\t{x}\t") for x in ("tdpbf16ps", "tileloadd")] == ([8, 2] if how else [4, 6])
     between = re.search(r"tdpbf16ps\t%tmm7, %tmm5, %tmm3(.*?)\ttilestored", text, re.DOTALL)
     if kind == "bf16" and act == "":
-        assert between and ("vmovnt" in between[1]) == past, "results are written between products"
+        assert between and ("vcvtne2ps2bf16" in between[1]) == bool(how), "results are written between products"

@@ -21,8 +21,8 @@ PAD, ZEROS = 32, 128  # bytes behind the digits of a row, which spread them over
 
 
 class Pieces(ABC):
-    """`unit`: columns of the result of a group. `finished`: those that a block finishes at once. `nbytes`, `piece`, `row`: bytes of
-    all weights, of a piece, and of shared memory for the row."""
+    """`unit`: columns of the result of a group. `finished`: those that a block finishes at once. `nbytes`, `piece`, `row`: bytes
+    of all weights, of a piece, and of shared memory for the row."""
 
     unit: int
     finished: int

@@ -30,10 +30,10 @@ from rlx.backends.cuda.chain import (  # isort: skip
 
 HEADS, ARGUMENT, WORDS = range(3)  # of an entry: a number, an argument's address, an address of words
 KIND = "RLX_KIND"  # in place of the number of a stage's kind
-# pieces of 16 KB in flight, of chains whose largest product is shorter than SHORT, than MIDDLE, longer; cycles from one to the
-# next, since weights that come in bursts hold up the words; more pieces of the last product, behind which nothing waits
+# pieces in flight, of chains whose largest product is shorter than SHORT, than MIDDLE, longer; cycles from one to the next, since
+# weights that come in bursts hold up the words; more pieces of the last product, behind which nothing waits
 WINDOWS, PACES, MORE = (2, 5, 6), (1200, 0, 0), 3
-IN_FLIGHT, FEWEST = 16 << 10, 2  # bytes of such a piece; pieces in flight, whatever their bytes
+PANELS = (2, 2, 4)  # in flight, of quantised weights: their stages are shorter, so that words count for more
 LOG2E = 1.4426950408889634
 ALIGNED = 128  # bytes, of what shared memory has for a stage
 
@@ -206,8 +206,8 @@ class ProductWriter(StageWriter):
         place = self.entry((ARGUMENT, self.operands.argument(p.step, p.kernel.buffers.index(b.buffer))))
         largest, last = largest_bytes(stages, self.blocks), max(i for i, s in enumerate(stages) if isinstance(s, Product))
         size = (largest >= SHORT) + (largest >= MIDDLE)
-        window, pace = (WINDOWS[size], PACES[size]) if self.number < last else (WINDOWS[size] + MORE, 0)
-        window = max(FEWEST, round(window * IN_FLIGHT / p.pieces.piece))
+        windows = PANELS if b.blocks else WINDOWS
+        window, pace = (windows[size], PACES[size]) if self.number < last else (windows[size] + MORE, 0)
         assert isinstance(b.offset, Const)
         first = f"(const unsigned char*){place} + {int(b.offset.value) * b.buffer.dtype.itemsize}ll"
         return f"{p.pieces.copies(f'{c.n}, {c.k}, RLX_SLOTS, {window}, {pace}')}(own, rlx_shared, filled, used, {first});"

@@ -6,8 +6,9 @@ L2. Between parts the sums are in scratch. The order of additions is that of one
 by row between the products of the next one, since the two use different units of the core; a short one waits for the caches as
 they do.
 
-Results that go past the caches (tiles.streamed_results) wait for none. Their short epilogues run beside products, too, unless
-they read other rows, and k is not cut: the first MATRIX_DEPTH steps of the panel stay in the L1 cache, and the others pass it by.
+Results that are stored as whole lines (tiles.results_in_lines) are rounded two vectors at a time. Their short epilogues run
+beside products, too, unless they read other rows, and k is not cut: the first MATRIX_DEPTH steps of the panel stay in the L1
+cache, and the others pass it by. Large results go past the caches (tiles.past_caches), so their stores wait for none.
 
 A depth that is not whole steps has a last one of which the unit reads copies, with zeros behind k.
 
@@ -24,13 +25,13 @@ from typing import NamedTuple
 
 from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, argument_pointers, divided, step
-from rlx.backends.cpu.kernels.product import Product, row_statements
+from rlx.backends.cpu.kernels.product import Product, reads_rows, row_statements
 from rlx.backends.cpu.kernels.tile import Layout, load_line, stage_levels_function
 from rlx.backends.cpu.kernels.tiles import MATRIX_DEPTH
 from rlx.backends.cpu.loops import emit_statements, hoist, weight
 from rlx.backends.cpu.scope import Scope, expr
 from rlx.host.emit import Emitter, V, vector
-from rlx.ir.kernel import Buffer, Computed, Contract, Load, Local, coefficient, walk
+from rlx.ir.kernel import Buffer, Computed, Local
 
 LINE = 4 * amx.SIDE  # bytes of a row of a block
 HEAVY = 12  # weight of an epilogue that takes as long as the products of a shallow tile
@@ -68,12 +69,12 @@ class MatrixUnit:
         self.tile_bytes = self.steps * self.step_bytes  # of a staged tile of a
         if p.tiled:
             self.groups = Layout(groups.dtype, amx.SIDE)
-        past, self.heavy = bool(product.streams), weight(self.c.epilogue) >= HEAVY
-        self.beside = self.heavy or (past and not _reads_rows(self.c))
+        lines, self.heavy = bool(product.lines), weight(self.c.epilogue) >= HEAVY
+        self.beside = self.heavy or (lines and not reads_rows(self.c))
         cached = self.tiles * p.rows * self.steps * LINE <= amx.L1
         self.levels = not p.tiled and bool(self.groups.col_levels)
         self.streamed = "b" if self.tiles == 1 else "" if cached or self.levels else "a"
-        self.keep = MATRIX_DEPTH if past and self.streamed == "a" else 0  # steps
+        self.keep = MATRIX_DEPTH if lines and self.streamed == "a" else 0  # steps
         self.parts = 1 if self.keep else -(-self.steps // MATRIX_DEPTH)
         self.depth = -(-self.steps // self.parts)  # steps of a part
         each = 1 << (-(-p.rows // self.steps) - 1).bit_length()
@@ -249,8 +250,3 @@ class MatrixUnit:
             body(e, *places, *outside)
         else:
             product.call(e, f"finish_{vectors}_{tail}", body, *places, *outside)
-
-
-def _reads_rows(c: Contract) -> bool:
-    """Whether the epilogue reads other values for each row: the unit would wait for them."""
-    return any(isinstance(x, Load) and coefficient(x.index, c.i) != 0 for x in walk(c.epilogue))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from rlx.backends.cpu.abi import KEPT, Rendered
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided, share, step
 from rlx.backends.cpu.kernels.tile import LINE, lane_mask
-from rlx.backends.cpu.kernels.tiles import Plan, kept_locals, streamed_results
+from rlx.backends.cpu.kernels.tiles import Plan, kept_locals, past_caches, results_in_lines
 from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Beside, Scope, expr, limit_of
 from rlx.backends.shared.nest import substitute
@@ -40,7 +40,10 @@ class Product(Module):
         self.block_rows = blocks if self.limited else plan.block_rows
         self.local_at: Mapping[Local, int] = {}
         self.far = {} if plan.matrix else _far(contract, plan)
-        self.streams = streamed_results(kernel, contract, plan.columns, target) if plan.matrix else frozenset()
+        self.lines = results_in_lines(kernel, contract, plan.columns) if plan.matrix else frozenset()
+        self.streams = frozenset(b for b in self.lines if past_caches(b, target))
+        if not self.streams and (contract.rows or reads_rows(contract)):
+            self.lines = self.streams  # their rows wait for others, so lines do not help
         self.streamed = 0  # Rendered.streamed
         if plan.tasks == plan.groups and fetches_ahead(self.features):  # not among blocks of rows or grid points
             self.streamed = _streamed(kernel, contract)
@@ -225,12 +228,12 @@ class Product(Module):
         apart (0: no gaps)."""
         c, lanes, size = self.c, self.plan.lanes, self.acc.itemsize
         columns = (vectors - (tail > 0)) * lanes + tail
-        streams = self.streams if columns == self.plan.columns else frozenset()
-        wide = max([lanes, *(LINE // b.dtype.itemsize for b in streams)])  # whole lines of each streamed result
+        lines = self.lines if columns == self.plan.columns else frozenset()
+        wide = max([lanes, *(LINE // b.dtype.itemsize for b in lines)])
         hoist(c.epilogue, scope)
         with e.loop(0, count, nonempty=True) as rows:
             at_row = self._at_row(e, scope, i0, e.bin("add", first, rows.index))
-            at_row.far, at_row.streams = self.far, streams
+            at_row.far, at_row.streams = self.far, self.streams & lines
             hoist(c.epilogue, at_row)
             line = step(e, sums, rows.index, (pitch or vectors * lanes) * size)
 
@@ -290,6 +293,11 @@ def _far(c: Contract, plan: Plan) -> dict[Buffer | Local, int]:
     seen = [x for x in parts_of(c.epilogue) if isinstance(x, (Load, Store)) and x.buffer.size * x.buffer.dtype.itemsize >= FAR]
     steps = {x.buffer: coefficient(x.index, c.i) for x in seen if coefficient(x.index, c.j) == 1}
     return {b: plan.rows * stride * b.dtype.itemsize for b, stride in steps.items() if stride}
+
+
+def reads_rows(c: Contract) -> bool:
+    """Whether the epilogue reads other values for each row: the unit would wait for them."""
+    return any(isinstance(x, Load) and coefficient(x.index, c.i) != 0 for x in parts_of(c.epilogue))
 
 
 def _streamed(kernel: Kernel, c: Contract) -> int:

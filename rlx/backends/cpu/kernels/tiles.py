@@ -38,7 +38,7 @@ IN_PLACE_TILES = 8  # up to this many row tiles read an unpacked `b` in place; w
 MATRIX_ROWS = 8  # fewer leave most of the matrix unit idle
 MATRIX_DEPTH = 2 * amx.L1 // 3 // (2 * amx.BLOCK)  # steps of k: two thirds of the L1 cache hold a panel's part
 MATRIX_BLOCK_ROWS = 512  # most rows of a block on the matrix unit, for which L3 is slow; several threads may share an L2 cache
-KEPT_SHARE = 2  # results up to this part of a second-level cache are there for their reader, beside weights and rows
+KEPT_CACHES = 2  # results up to so many second-level caches are near enough for their reader
 TILED_PANELS = 8  # with fewer panels, copying rows of `a` as tiles costs more than it gains
 TILED_COLUMNS = TILED_PANELS * 2 * amx.SIDE
 RAGGED_TASKS = 16  # per thread, if rows are spread over grid points in ways that are known at run time only
@@ -430,19 +430,23 @@ def _tasks(
     return even if lower else blocks, groups, batch_groups
 
 
-def streamed_results(kernel: Kernel, c: Contract, columns: int, target: Target) -> frozenset[Buffer]:
-    """Results of the matrix unit, in panels of so many columns, that are written past the caches: a thread's share does not stay
-    in its second-level cache, and each panel's part of a row is whole lines, so that no line is read to be written."""
+def results_in_lines(kernel: Kernel, c: Contract, columns: int) -> frozenset[Buffer]:
+    """Results of the matrix unit, in panels of so many columns, of which each panel's part of a row is whole lines."""
     known = c.count is None and not kernel.limits  # how many rows there are
-    read, most = loaded_buffers(kernel), target.threads * target.core_cache_bytes // KEPT_SHARE
-    large = [s for s in c.epilogue if isinstance(s, Store) and s.buffer not in read and known and s.guard is None]
-    large = [s for s in large if isinstance(b := s.buffer, Buffer) and b.size * b.dtype.itemsize > most]
+    read = loaded_buffers(kernel)
+    stores = [s for s in c.epilogue if isinstance(s, Store) and s.buffer not in read and known and s.guard is None]
 
     def in_lines(s: Store) -> bool:
         line = LINE // s.buffer.dtype.itemsize
         return columns % line == 0 and coefficient(s.index, c.j) == 1 and remainder(s.index, c.j, line) == 0
 
-    return frozenset(s.buffer for s in large if in_lines(s))  # type: ignore[misc]
+    return frozenset(s.buffer for s in stores if isinstance(s.buffer, Buffer) and in_lines(s))
+
+
+def past_caches(b: Buffer, target: Target) -> bool:
+    """Whether a result is written past the caches, so that no line is read to be written: a thread's share is more than
+    KEPT_CACHES."""
+    return b.size * b.dtype.itemsize > target.threads * target.core_cache_bytes * KEPT_CACHES
 
 
 def _by_rows(c: Contract, threads: int) -> bool:
