@@ -95,6 +95,39 @@ def test_missing_and_unknown_arguments_are_named() -> None:
         Pair(1, c=2)  # type: ignore[call-arg]
 
 
+def test_one_that_is_not_frozen_can_be_changed_and_is_not_hashable() -> None:
+    plain, ours = declared(dataclass), declared(record, frozen=False)
+    for a, b in zip(plain, ours):
+        first, second = a(1, tags=["t"]), b(1, tags=["t"])
+        first.x = second.x = 7
+        assert vars(first) == vars(second) and second == b(7, tags=[]) and a.__hash__ is b.__hash__ is None
+
+
+def test_many_fields_are_set_as_few_are() -> None:
+    names = [f"f{i}" for i in range(40)]
+    made = record(type("Many", (), {"__annotations__": dict.fromkeys(names, "int"), "f39": 39}))
+    wanted = {name: i for i, name in enumerate(names)}
+    assert vars(made(*range(39))) == vars(made(*range(30), **{f"f{i}": i for i in range(30, 39)})) == wanted
+
+
+def test_a_field_without_a_default_cannot_follow_one_that_has_it() -> None:
+    with pytest.raises(TypeError, match="non-default argument 'b' of Wrong follows default arguments"):
+        record(type("Wrong", (), {"__annotations__": {"a": "int", "b": "int"}, "a": 1}))(1, 2)
+
+
+def test_dataclasses_is_told_of_the_fields_when_it_asks() -> None:
+    point, named = declared(record)
+    assert not isinstance(vars(named)["__dataclass_fields__"], dict)
+    assert [f.name for f in fields(named)] == ["x", "y", "tags", "hidden", "name", "made"]
+    assert isinstance(vars(named)["__dataclass_fields__"], dict) and not isinstance(vars(point)["__dataclass_fields__"], dict)
+
+    @dataclass
+    class Mixed(point):
+        more: int = 3
+
+    assert [f.name for f in fields(Mixed)] == ["x", "y", "tags", "hidden", "more"]
+
+
 def test_its_init_is_written_when_it_is_first_asked_for() -> None:
     point, named = declared(record)
     assert not inspect.isfunction(vars(point)["__init__"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import prod
 
 from rlx.compiler.check_flow import flow_faults
@@ -18,6 +17,7 @@ from rlx.ir.access import Access, accesses
 from rlx.ir.attrs import FlowAttrs
 from rlx.ir.program import BufferDecl, Program, Region, Step
 from rlx.ir.shape import contiguous_strides
+from rlx.records import field, record
 
 IN_ARENA = frozenset({Region.ARENA, Region.INPUT, Region.OUTPUT})
 GIVEN = frozenset({Region.INPUT, Region.PARAM, Region.CONSTANT, Region.HANDLE})  # hold a value before anything runs
@@ -167,7 +167,7 @@ def _is_contiguous(op: K.Native) -> bool:
 # -- replay --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(repr=False, eq=False)
+@record(repr=False, eq=False, frozen=False)
 class _Replay:
     """The owner of each arena byte while the steps run. The boundaries of all buffers divide the arena into segments."""
 

@@ -20,17 +20,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.op import Kind
 from rlx.ir.text import references
 from rlx.ir.tokens import Tokens, attribute_text, name_text
+from rlx.records import field, record
 
 FORMS = ("full", "row", "dropped", "viewed")
 
 
-@dataclass(eq=False)
+@record(eq=False, frozen=False)
 class Group:
     """Nodes of one kernel. `forms`: how each node's result maps to the space `dims`: "full", "row" (the dim of `axis` is 1),
     "dropped" (it is gone); "viewed" for a claimed op if the space is that of a view of its result, which is among the nodes

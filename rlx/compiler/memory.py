@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -39,7 +38,7 @@ class Lifetime:
         return self.first <= other.last and other.first <= self.last
 
 
-@dataclass(repr=False, eq=False)
+@record(repr=False, eq=False, frozen=False)
 class _Slot:
     """Buffers that share one slot in succession, each written in place over the previous one."""
 

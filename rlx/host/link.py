@@ -15,11 +15,11 @@ import struct
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from rlx.errors import CompileError
+from rlx.records import record
 
 _HEADER = struct.Struct("<4sBBB9xHHIQQQIHHHHHH")  # ident, type, machine, …, section table, …, size of its rows, rows, names
 _SECTION = struct.Struct("<IIQQQQIIQQ")  # name, type, flags, address, offset, size, link, info, alignment, row size
@@ -40,7 +40,7 @@ class Foreign(Exception):
     """An object that only LLVM's linker can load."""
 
 
-@dataclass(repr=False, eq=False)
+@record(repr=False, eq=False, frozen=False)
 class _Object:
     """`at`: section index -> offset in the image."""
 

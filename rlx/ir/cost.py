@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
 from rlx.ir import kernel as K
@@ -23,7 +22,7 @@ from rlx.records import record
 FREE = COMPARISONS | EXTREMES | {"select", "cast", "bitcast", "and", "or", "xor", "not", "shl", "shr"}
 
 
-@dataclass
+@record(frozen=False)
 class Touched:
     """Element counts of one buffer: read by all passes together, by the pass that reads most, and written."""
 

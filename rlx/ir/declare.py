@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from inspect import Parameter as _P
 from inspect import Signature
 from typing import Any
@@ -15,6 +14,7 @@ from rlx.ir.methods import FUNCTIONS, attach
 from rlx.ir.node import Value, apply
 from rlx.ir.op import OPS, Attrs, OpDef
 from rlx.ir.shape import Shape
+from rlx.records import field_names
 
 
 def _rounding(reference: Callable[..., Any], infer: Callable[..., Any], as_stored: bool) -> Callable[..., Any]:
@@ -75,7 +75,7 @@ def op(name: str, **facts: Any) -> Callable[..., Any]:
 
 def _attribute_names(op: OpDef) -> list[str]:
     """In order of declaration. Their types take ten times as long: they are found when they are asked for."""
-    return [f.name for f in fields(op.attrs)] if op.attrs else []  # type: ignore[arg-type]
+    return field_names(op.attrs) if op.attrs else []
 
 
 def _signature(op: OpDef) -> Signature:

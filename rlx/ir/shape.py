@@ -10,18 +10,18 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, total_ordering
 from itertools import accumulate
 from operator import mul
 from typing import overload
 
 from rlx.errors import IndexRangeError, ShapeError, UnboundDimError, items, whole
 from rlx.ir.dtype import DType, as_dtype
-from rlx.records import record
+from rlx.records import field, record
 
 
-@dataclass(init=False, repr=False, frozen=True, order=True)
+@total_ordering
+@record(repr=False)
 class Dim:
     """A named dim: `factor` times the product of `names` (sorted). `Dim("n")` is the symbol n."""
 
@@ -40,6 +40,9 @@ class Dim:
         return "*".join(([] if self.factor == 1 else [str(self.factor)]) + list(self.names))
 
     __repr__ = __str__
+
+    def __lt__(self, other: Dim) -> bool:
+        return (self.names, self.factor) < (other.names, other.factor) if isinstance(other, Dim) else NotImplemented
 
     def __mul__(self, other: DimLike) -> DimLike:
         if isinstance(other, Dim):

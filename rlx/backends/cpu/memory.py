@@ -16,7 +16,6 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -50,7 +49,7 @@ class File:
         _count(nbytes)
 
 
-@dataclass(eq=False, slots=True)
+@record(eq=False, slots=True, frozen=False)
 class Pages:
     """The location of a region's bytes: its own memory, or (`file`) a file from `offset` on, except for pages written since."""
 
