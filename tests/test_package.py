@@ -43,11 +43,13 @@ def test_import_loads_nothing_heavy():
 
 
 def test_the_first_use_of_a_name_loads_no_slow_modules() -> None:
-    """Modules of the standard library that take milliseconds, and that numpy has not loaded; and the compiler's passes."""
+    """Modules of the standard library that take milliseconds, and that numpy has not loaded; the compiler's passes; and what
+    ranks and experts need."""
     slow = {"asyncio", "concurrent.futures", "decimal", "difflib", "email", "fractions", "http", "importlib.metadata",
             "importlib.resources", "importlib.util", "logging", "multiprocessing", "numpy.random", "numpy.typing", "pathlib",
             "shutil", "socket", "statistics", "subprocess", "tempfile", "unittest", "urllib", "zipfile"}  # fmt: skip
     slow |= {"rlx.compiler.assemble", "rlx.compiler.partition"}
+    slow |= {f"rlx.driver.{name}" for name in ("collective", "exchange", "experts", "launch", "symmetric", "transports.shm")}
     loaded = json.loads(_python(
         "import sys, json, typing, numpy; before = set(sys.modules); import rlx; rlx.Graph; rlx.Session\n"
         "print(json.dumps(sorted(set(sys.modules) - before)))"

@@ -11,7 +11,6 @@ from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.driver.stream import Pending
-from rlx.driver.symmetric import SymmetricTransport
 from rlx.ir.cost import Roofline
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import print_kernel
@@ -23,6 +22,8 @@ from rlx.records import record
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from rlx.driver.symmetric import SymmetricTransport
 
 
 @runtime_checkable

@@ -9,16 +9,19 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import count
+from typing import TYPE_CHECKING
 
-from rlx.driver.experts import ExpertTiers
 from rlx.driver.memory import Block
 from rlx.forks import each_in_child
 from rlx.host.gate import new_lock
+from rlx.records import field, record
+
+if TYPE_CHECKING:
+    from rlx.driver.experts import ExpertTiers
 
 
-@dataclass(eq=False)
+@record(eq=False, frozen=False)
 class ParamStore:
     """Params and prepared buffers by name, with versions.
 

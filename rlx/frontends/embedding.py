@@ -27,7 +27,7 @@ from rlx.frontends.weights import read_json, read_weights, reference, weight_fil
 from rlx.ir.graph import Value
 from rlx.ir.shown import Shown
 from rlx.records import record
-from rlx.runtime import CompiledGraph, CompileOptions, ParamStore, Session, SymmetricTransport, agreed
+from rlx.runtime import CompiledGraph, CompileOptions, ParamStore, Session
 from rlx.runtime.session import with_more
 
 from rlx.errors import (  # isort: skip
@@ -36,7 +36,7 @@ from rlx.errors import (  # isort: skip
 )  # fmt: skip
 
 if TYPE_CHECKING:
-    from rlx.runtime import Partitioned, Profile
+    from rlx.runtime import Partitioned, Profile, SymmetricTransport
 
 LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens; the model's maximum is the last size
 MAX_COMPILED = 16  # compiled (batch, length) shapes kept; LRU
@@ -125,6 +125,8 @@ class EmbeddingModel(Shown):
             with self.seconds.spent("tokenize"):
                 tokens = self._tokenizer(texts)
             if self.transport is not None:
+                from rlx.runtime import agreed  # imported late: most models have one rank
+
                 agreed(self.transport, 0, batch_size, tokens)
             out = np.empty((len(tokens), self.dim), np.float32)
             done = 0

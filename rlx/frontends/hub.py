@@ -20,7 +20,7 @@ from rlx import knobs
 from rlx.errors import CorruptFileError, DownloadError, ModelError
 from rlx.frontends.weights import read_json
 
-_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/([\w./-]+\.gguf))?", re.ASCII)
+_NAME = r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/([\w./-]+\.gguf))?"
 WANTED = ["*.json", "*.jinja", "*.safetensors"]
 UNWANTED = ["*/*.safetensors", "consolidated*", "onnx/*", "openvino/*"]  # the same weights for other programs
 
@@ -32,7 +32,7 @@ def model_path(path: Any) -> Path:
     if not isinstance(path, (str, PathLike)):
         raise ModelError(f"a model is the path of a folder or a .gguf file, or a name on the Hub, got {path!r}")
     found = Path(path)
-    name = _NAME.fullmatch(str(path))
+    name = re.fullmatch(_NAME, str(path), re.ASCII)
     try:
         if found.exists() or not name or name[1].endswith((".gguf", ".onnx")):
             return found

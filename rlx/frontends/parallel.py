@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 from rlx.errors import ModelError, OptionError
 from rlx.ir.graph import Graph
 from rlx.ir.placement import Split
-from rlx.runtime import Session, SymmetricTransport
+from rlx.runtime import Session
 from rlx.runtime.session import session_of
 
 if TYPE_CHECKING:
     from rlx.frontends.models.decoder import DecoderConfig
+    from rlx.runtime import SymmetricTransport
 
 Marks = dict[str, Split | None]
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")

@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from numbers import Integral, Real
 from typing import Any, NoReturn, TypeVar
 
@@ -83,17 +84,20 @@ def number_text(x: Any, dtype: DType) -> str:
 # -- parsing
 
 _STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
-_TOKEN = re.compile(
-    rf"""\s*(?:(?P<string>{_STRING})
+_TOKEN = rf"""\s*(?:(?P<string>{_STRING})
       | (?P<ref>%(?:[0-9]+(?:\.[0-9]+)?|[A-Za-z_][\w.]*|{_STRING}))
       | (?P<number>-?(?:0x[0-9a-fA-F]+|[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)(?![\w.])|-inf(?![\w.]))
       | (?P<word>[A-Za-z_][\w.]*)
       | (?P<mark>[()\[\]{{}},:;=*<@|])
-      | (?P<end>)(?:\#.*)?$)""",
-    re.VERBOSE,
-)
+      | (?P<end>)(?:\#.*)?$)"""
 _WORDS: dict[str, Any] = {"true": True, "false": False, "none": None, "inf": math.inf, "nan": math.nan, **DTYPES}
 T = TypeVar("T")
+
+
+@cache
+def _token() -> re.Pattern[str]:
+    """`_TOKEN`, compiled when a text is first read."""
+    return re.compile(_TOKEN, re.VERBOSE)
 
 
 class Tokens:
@@ -117,7 +121,7 @@ class Tokens:
         self.tokens, self.at, at, kind = [], 0, 0, ""
         line = "" if self.ended else self.lines[self.number - 1]
         while kind != "end":
-            found = _TOKEN.match(line, at)
+            found = _token().match(line, at)
             if found is None:
                 self.error(f"no name, number or mark begins at column {at + 1}: {line[at : at + 20].strip()!r}")
             kind, at = str(found.lastgroup), found.end()

@@ -1,16 +1,12 @@
 """Sessions and compiled graphs. Also re-exports the public names of the driver, so that users need only this package."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rlx.backends import available, is_available
 from rlx.compiler.options import CompileOptions
-
-from rlx.driver import (  # isort: skip
-    Buffer, BufferHandle, CommandStream, Device, DeviceArena, LocalTransport, ParamStore, Rank, ReduceKind, ShmTransport,
-    SymmetricBuffer, SymmetricHeap, SymmetricTransport, SyncStream, all_gather, all_reduce, all_to_all, broadcast, connect,
-    reduce_scatter,
-)  # fmt: skip
-from rlx.driver.experts import ExpertSource, ExpertTiers
+from rlx.driver import Buffer, BufferHandle, CommandStream, Device, DeviceArena, ParamStore, SyncStream
+from rlx.driver.expert_source import ExpertSource
 from rlx.driver.files import drop_pages, in_memory, map_file, map_of
 from rlx.driver.handles import HandleStore, Snapshot
 
@@ -21,7 +17,6 @@ from rlx.errors import (  # isort: skip
     StaleViewError, TransferError, TransportError, UnboundDimError, UnknownDeviceError, UnknownNameError, UnknownRankError,
     Unsupported, UntrustedFileError, VerifyError,
 )  # fmt: skip
-from rlx.runtime.agree import agreed, of_first
 from rlx.runtime.cache import BucketedCompileCache, CompileCache, power_of_two_ladder
 from rlx.runtime.compiled import CompiledGraph, OutputView
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
@@ -30,20 +25,27 @@ from rlx.runtime.session import Session
 if TYPE_CHECKING:
     from rlx.compiler.partition import Partitioned, partition
     from rlx.explain.profile import Profile
+    from rlx.runtime.agree import agreed, of_first
     from rlx.runtime.pool import ExpertPool
+
+    from rlx.driver import (  # isort: skip
+        LocalTransport, Rank, ReduceKind, ShmTransport, SymmetricBuffer, SymmetricHeap, SymmetricTransport, all_gather,
+        all_reduce, all_to_all, broadcast, connect, reduce_scatter,
+    )  # fmt: skip
+    from rlx.driver.experts import ExpertTiers
+
+_LATER = {
+    "Profile": "rlx.explain.profile", "ExpertPool": "rlx.runtime.pool", "ExpertTiers": "rlx.driver.experts",
+    **dict.fromkeys(("Partitioned", "partition"), "rlx.compiler.partition"),
+    **dict.fromkeys(("agreed", "of_first"), "rlx.runtime.agree"),
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
-    """Partitioning, profiles and pools of experts are imported on first use."""
-    if name == "Profile":
-        from rlx.explain import profile as module
-    elif name == "ExpertPool":
-        from rlx.runtime import pool as module
-    elif name in ("Partitioned", "partition"):
-        from rlx.compiler import partition as module
-    else:
+    """Partitioning, profiles, pools of experts and what ranks need are imported on first use."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(module, name)
+    return getattr(import_module(_LATER.get(name, "rlx.driver")), name)
 
 
 __all__ = [

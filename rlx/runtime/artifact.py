@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from rlx.compiler.options import CompileOptions
 from rlx.driver import files
 from rlx.driver.backend import Backend, Executable, Storable
 from rlx.driver.device import Device
-from rlx.driver.experts import ExpertTiers
 from rlx.driver.handles import HandleStore
 from rlx.driver.memory import HostBlock
 from rlx.driver.params import ParamStore
@@ -45,6 +44,9 @@ from rlx.errors import (  # isort: skip
     BindingError, CompileError, CorruptFileError, DeviceUnavailableError, FormatError, ModelError, OutOfMemoryError, RlxError,
     UnknownDeviceError, UnknownNameError, Unsupported, flag, known, whole,
 )  # fmt: skip
+
+if TYPE_CHECKING:
+    from rlx.driver.experts import ExpertTiers
 
 @record
 class _Row:

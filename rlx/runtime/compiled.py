@@ -21,7 +21,6 @@ import numpy as np
 from rlx.compiler.options import CompileOptions
 from rlx.driver.backend import Artifact, Executable
 from rlx.driver.device import Device
-from rlx.driver.experts import ExpertSource, ExpertTiers, ResidencyStats
 from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleStore, Snapshot
 from rlx.driver.stream import Pending
@@ -46,6 +45,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rlx.compiler.origins import Origins
+    from rlx.driver.expert_source import ExpertSource
+    from rlx.driver.experts import ExpertTiers, ResidencyStats
     from rlx.explain.profile import Profile
 
 

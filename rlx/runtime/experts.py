@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlx.driver.backend import Executable
-from rlx.driver.experts import ExpertTiers, ResidencyStats, Tiered, mask_of
 from rlx.driver.stream import Pending
 from rlx.errors import BindingError, InputShapeError, OptionError, Unsupported, whole
+
+if TYPE_CHECKING:
+    from rlx.driver.experts import ExpertTiers, ResidencyStats, Tiered
 
 
 class Capture:
@@ -95,27 +98,38 @@ def tiers_of(executable: Executable, device: object) -> ExpertTiers:
     return tiers
 
 
+def tiered(executable: object) -> Tiered | None:
+    """None: the device keeps all experts resident."""
+    from rlx.driver.experts import Tiered  # imported late: most programs have no experts
+
+    return executable if isinstance(executable, Tiered) else None
+
+
 def tiers_in(executable: object) -> ExpertTiers | None:
     """None: the program has no experts, or the device keeps all of them resident."""
-    return executable.tiers if isinstance(executable, Tiered) else None
+    found = tiered(executable)
+    return found.tiers if found else None
 
 
 def set_resident(executable: Executable, device: object, masks: Sequence[object] | None, mask: object = None) -> None:
     """Which experts are resident: `masks`, one for each router of the program, or the same `mask` for all. Nothing changes if a
     mask does not fit."""
+    from rlx.driver.experts import mask_of  # imported late: most programs have no experts
+
     check_routers(executable)
     routers = executable.program.routers
     given = [mask] * len(routers) if masks is None else list(masks)
     if len(given) != len(routers):
         raise InputShapeError(f"{executable.program.name} has {len(routers)} layers with experts, got {len(given)} masks")
     wanted = [mask_of(m, router.experts, f"layer {at}") for at, (m, router) in enumerate(zip(given, routers))]
-    if all(m.all() for m in wanted) and not (isinstance(executable, Tiered) and executable.tiers):
+    if all(m.all() for m in wanted) and not tiers_in(executable):
         return
     tiers = tiers_of(executable, device)
     if tiers.advisor is not None:
         raise BindingError(f"an ExpertPool places the experts of {executable.program.name}: close it before masks are set")
-    assert isinstance(executable, Tiered)
-    layers = executable.tier_layers
+    found = tiered(executable)
+    assert found is not None
+    layers = found.tier_layers
     for at, (layer, given_mask) in enumerate(zip(layers, wanted)):
         if layer < 0 and not given_mask.all():
             raise Unsupported(f"the experts of layer {at} stay resident: others read their weights too, or they are not apart")
@@ -131,8 +145,9 @@ def offloaded(executable: Executable) -> int:
 
 def take_stats(executable: Executable, device: object) -> ResidencyStats:
     tiers_of(executable, device)
-    assert isinstance(executable, Tiered)
-    return executable.take_tier_stats()
+    found = tiered(executable)
+    assert found is not None
+    return found.take_tier_stats()
 
 
 __all__ = ["Capture", "check_routers", "offloaded", "set_resident", "take_stats", "tiers_in", "tiers_of"]

@@ -15,7 +15,6 @@ from rlx.driver.backend import Artifact, Counting, Executable, Opening, Warming
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
-from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import CompileError, OptionError, OutOfMemoryError, called, known, whole
 from rlx.garbage import Uncollected
 from rlx.ir.cost import program_work
@@ -32,6 +31,7 @@ from rlx.runtime.weights import Params, planned_bytes
 
 if TYPE_CHECKING:
     from rlx.compiler.origins import Origins
+    from rlx.driver.symmetric import SymmetricTransport
 
 
 class Session(Shown):
@@ -49,8 +49,11 @@ class Session(Shown):
         self.device = Device.parse(device)
         self.threads = None if threads is None else whole("threads", threads, 1)
         self._progress, self.transport = called("progress", progress, "(done, total, step)"), transport
-        if transport is not None and not isinstance(transport, SymmetricTransport):
-            raise OptionError(f"transport is a SymmetricTransport, got {type(transport).__name__}")
+        if transport is not None:
+            from rlx.driver.symmetric import SymmetricTransport  # imported late: most sessions have none
+
+            if not isinstance(transport, SymmetricTransport):
+                raise OptionError(f"transport is a SymmetricTransport, got {type(transport).__name__}")
         self._backend = backend_of(self.device)
         if self.threads:
             self.target()  # OptionError: too many

@@ -17,7 +17,7 @@ import numpy as np
 
 from rlx.driver import files
 from rlx.driver.backend import Executable
-from rlx.driver.experts import ExpertSource
+from rlx.driver.expert_source import ExpertSource
 from rlx.driver.foreign import DeviceArray
 from rlx.driver.params import ParamStore
 from rlx.errors import MissingParamError, UnknownNameError, known

@@ -22,11 +22,8 @@ from rlx.backends.cpu.copying import LEAST_BYTES, LEAST_THREADS, Copies
 from rlx.backends.cpu.table import AGREEING, Place, Rows, Stream, Surroundings, Table, joins, quiet
 from rlx.backends.shared.loaded import Loaded, check_fits, constants_of
 from rlx.driver.backend import Timeline
-from rlx.driver.exchange import Exchanges
-from rlx.driver.experts import ExpertTiers, ResidencyStats
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
-from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import PlanError
 from rlx.host.gate import FastCall
 from rlx.host.jit import load
@@ -37,6 +34,8 @@ if TYPE_CHECKING:
     from rlx.backends.cpu.exchange import ExchangeCalls
     from rlx.backends.cpu.experts import ExpertSteps
     from rlx.backends.cpu.timing import Spans
+    from rlx.driver.experts import ExpertTiers, ResidencyStats
+    from rlx.driver.symmetric import SymmetricTransport
 
 SCRATCH_ALIGNMENT = 128  # bytes; threads then share no cache line, nor a pair of lines that is prefetched together
 
@@ -370,6 +369,7 @@ class CpuExecutable(Loaded):
 
 def _exchange_calls(artifact: CpuArtifact, transport: SymmetricTransport | None) -> ExchangeCalls:
     from rlx.backends.cpu.exchange import ExchangeCalls  # imported late: it generates code that most programs do not need
+    from rlx.driver.exchange import Exchanges
 
     return ExchangeCalls(Exchanges(artifact.program, transport, [code.may_fail > 0 for _, code in artifact.coded["steps"]]))
 
