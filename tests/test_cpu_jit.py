@@ -11,6 +11,7 @@ import platform
 import subprocess
 import sys
 import threading
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -375,7 +376,7 @@ def test_kernels_are_made_while_the_graph_is_lowered(monkeypatch: pytest.MonkeyP
     g.assign(h, h * 2.0)
     foreseen: list[tuple[str, bool]] = []
 
-    def ahead(make: Any, threads: int, weight: Any, first: Any) -> Any:
+    def ahead(make: Any, threads: int, weight: Any, handed: threading.Event) -> Any:
         return lambda job: (foreseen.append((job.key, job.once)), make(job))
 
     def at_once(make: Any, jobs: Any, progress: Any) -> Any:
@@ -400,11 +401,8 @@ def test_the_heaviest_of_what_waits_is_made_next() -> None:
         gate.wait(60)
         made.append(n)
 
-    def first() -> None:
-        make(11)
-        raise ValueError
-
-    ahead = once.Ahead(make, 1, lambda n: n % 10, first)
+    ahead = once.Ahead(make, 1, lambda n: n % 10)
+    ahead(11)
     begun.wait(60)
     for n in (1, 5, 12, 3, 25):
         ahead(n)
@@ -413,6 +411,31 @@ def test_the_heaviest_of_what_waits_is_made_next() -> None:
         if thread.name == "rlx compile":
             thread.join(60)
     assert made == [11, 5, 25, 3, 12, 1]
+
+
+@pytest.mark.parametrize("hands", [True, False])
+def test_whoever_begins_a_thread_waits_until_it_needs_no_gil(hands: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or has made the item without that."""
+    monkeypatch.setattr(once, "LONGEST", 60)
+    handed, gate, made = threading.Event(), threading.Event(), list[int]()
+
+    def make(n: int) -> None:
+        made.append(n)
+        if hands:
+            handed.set()
+            gate.wait(60)
+
+    ahead = once.Ahead(make, 1, handed=handed)
+    ahead(1)
+    assert made == [1] and handed.is_set()
+    begun = time.perf_counter()
+    ahead(2)
+    assert not hands or time.perf_counter() - begun < 30  # no thread begins
+    gate.set()
+    for thread in threading.enumerate():
+        if thread.name == "rlx compile":
+            thread.join(60)
+    assert made == [1, 2]
 
 
 def test_kernels_that_take_llvm_longest_are_made_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from rlx.compiler.alike import Alike
 from rlx.compiler.check import check_program
 from rlx.compiler.compilation import Compilation
 from rlx.compiler.concurrent import group_concurrent
-from rlx.compiler.control import Flow, carried_in_place, lower_control
 from rlx.compiler.facts import Facts, facts_of
 from rlx.compiler.fuse import fuse
 from rlx.compiler.groups import Group, print_groups
@@ -34,6 +33,9 @@ from rlx.ir.overlap import may_overlap
 from rlx.ir.program import BufferDecl, NodeReport, OutputDecl, Program, Region, RouterDecl, Step
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
+
+if TYPE_CHECKING:
+    from rlx.compiler.control import Flow
 
 LEAF_REGIONS = {INPUT: Region.INPUT, PARAM: Region.PARAM, HANDLE: Region.HANDLE, CONSTANT: Region.CONSTANT}
 
@@ -63,12 +65,10 @@ def assembled(
         keep_text(stages, "groups", facts.graph.name, print_groups(groups, facts.graph), options)
     groups = within(groups, facts)
     inner = replace(options, dims={}, extent=None, handles=(), verbose=False, dump=None)
-    flows = {
-        g: lower_control(g, facts, lambda body, keys: assembled(body, target, inner, keys, foresee).program, key.of)
-        for g in groups if g.anchor is not None and g.anchor.op.kind is Kind.CONTROL
-    }  # fmt: skip
+    flows = _flows(groups, facts, lambda body, keys: assembled(body, target, inner, keys, foresee).program, key)
     alike = Alike(facts)
-    run = ((g, flows[g].lowered if g in flows else alike.lowered(g)) for g in groups)
+    slowest_first = sorted(groups, key=lambda g: _effort(g.anchor, facts), reverse=True)
+    run = ((g, flows[g].lowered if g in flows else alike.lowered(g)) for g in slowest_first)
     bases = ((handle, facts.places.base(v)) for handle, v in facts.graph.assigns if facts.memory(v) is v)
     copies = ((handle, Lowered(copy_kernel(handle), (base, handle))) for handle, base in bases)
     made = _scheduled(chain[tuple[Group | Value, Lowered]](run, copies), facts, stages, foresee)
@@ -80,6 +80,25 @@ def assembled(
     check_program(program, nested)
     ids = {v: number for v, number in assembler.ids.items() if isinstance(v, Value)}
     return Assembled(program, facts, ids, assembler.made)
+
+
+def _flows(
+    groups: Sequence[Group], facts: Facts, compiled: Callable[[Graph, Mapping[str, str]], Program], key: _Keys
+) -> dict[Group, Flow]:
+    """Those of the groups that run sub-programs."""
+    if not (found := [g for g in groups if g.anchor is not None and g.anchor.op.kind is Kind.CONTROL]):
+        return {}
+    from rlx.compiler.control import lower_control  # imported late: few programs have any
+
+    return {g: lower_control(g, facts, compiled, key.of) for g in found}
+
+
+def _effort(anchor: Node | None, facts: Facts) -> int:
+    """The greater, the longer it takes to make the code of the kernel that grew from this node: a backend that is told of it
+    first makes it beside the rest of the lowering."""
+    if anchor is None:
+        return 0
+    return 2 if facts.compilation.is_native(anchor) else int(anchor.op.kind is Kind.CONTRACT)
 
 
 class _Assembler:
@@ -112,6 +131,8 @@ class _Assembler:
         steps = tuple(replace(made[i], concurrent=concurrent) for i, concurrent in order)
         commit = tuple(map(self.step, self.commit.values()))
         if self.facts.compilation.nested:
+            from rlx.compiler.control import carried_in_place
+
             steps, commit = map(tuple, carried_in_place(steps, commit, self.buffers, moments))
         run = [g for g in groups if not g.static]
         run = [run[i] for i, _ in order]

@@ -42,6 +42,7 @@ SHORT = {
                      "InitializeAllTargetMCs", "InitializeAllAsmPrinters"), (None,)),
 }  # fmt: skip
 
+entered = threading.Event()  # set whenever a thread begins to generate code: it does not need the GIL until that ends
 _gate, _inside, _forking = threading.Condition(), set[int](), set[int]()  # numbers of threads that are in LLVM; that fork
 
 
@@ -180,6 +181,7 @@ class Machine:
             wrong = f["VerifyModule"](module, fault)
             if (said := self._string(fault)) and wrong:
                 raise Rejected(said)
+            entered.set()
             if not (buffer := f["TargetMachineEmitToMemory"](self._machines[LEVELS[QUICK in text]], module, not assembly, fault)):
                 raise Rejected(self._string(fault))
             made = ctypes.string_at(f["GetBufferStart"](buffer), f["GetBufferSize"](buffer))

@@ -6,7 +6,6 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
@@ -67,33 +66,34 @@ def started(work: Callable[[], None]) -> threading.Thread | None:
     return thread
 
 
+LONGEST = 0.02  # seconds to wait for a thread that has begun: it may itself wait, for what another makes
+
+
 class Ahead(Generic[Key]):
     """Calls a function with items given one by one, in up to `threads` threads, which end when nothing is left, or the process is
     about to end. Of those that wait, the one of the largest `weight` is next. Keeps the results as long as it is kept. Faults are
-    left to those who ask for the results. `first`, if given, is called at once, by the first of the threads."""
+    left to those who ask for the results. `handed`, if given, is set when the function needs no GIL for long: whoever gives an
+    item for which a thread begins waits until then, since that thread would get the GIL back only after 5 ms, each time that it
+    gives it away."""
 
     def __init__(
         self, make: Callable[[Key], object], threads: int, weight: Callable[[Key], Any] = lambda item: 0,
-        first: Callable[[], object] | None = None,
+        handed: threading.Event | None = None,
     ) -> None:  # fmt: skip
-        self._make, self._threads, self._weight, self._made = make, threads, weight, list[object]()
-        self._todo, self._lock = deque[Key](), Lock()
-        with self._lock:
-            self._running = self._started(first) if first else 0
+        self._make, self._threads, self._weight, self._made, self._running = make, threads, weight, list[object](), 0
+        self._todo, self._lock, self._handed = deque[Key](), Lock(), handed or threading.Event()
+        self._waits = handed is not None
 
     def __call__(self, item: Key) -> None:
+        self._handed.clear()
         with self._lock:
             self._todo.append(item)
-            if self._running < self._threads:
-                self._running += self._started()
+            begins = self._running < self._threads and started(self._work) is not None
+            self._running += begins
+        if begins and self._waits:
+            self._handed.wait(LONGEST)
 
-    def _started(self, first: Callable[[], object] = lambda: None) -> int:
-        """The number of threads that this starts, for `first` and then what waits: one, or none."""
-        return int(started(partial(self._work, first)) is not None)
-
-    def _work(self, first: Callable[[], object]) -> None:
-        with suppress(Exception):
-            first()
+    def _work(self) -> None:
         while True:
             with self._lock:
                 if not self._todo or not threading.main_thread().is_alive():  # the exit waits for this thread
@@ -102,6 +102,7 @@ class Ahead(Generic[Key]):
                 self._todo.remove(item := max(self._todo, key=self._weight))
             with suppress(Exception):
                 self._made.append(self._make(item))
+            self._handed.set()
 
 
 def at_once(make: Callable[[Key], Made], items: Sequence[Key], progress: Callable[[int, int], None] | None = None) -> list[Made]:

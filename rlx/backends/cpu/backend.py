@@ -21,10 +21,9 @@ from rlx.backends.cpu.target import host_target
 from rlx.backends.shared.codes import KEPT, whole
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
-from rlx.driver.symmetric import SymmetricTransport
-from rlx.errors import DeviceUnavailableError, RlxError
+from rlx.errors import DeviceUnavailableError
 from rlx.host import calls, llvm
-from rlx.host.once import Ahead, Once, at_once
+from rlx.host.once import Ahead, Once, at_once, started
 from rlx.host.processor import available_threads, missing_features, processor
 from rlx.ir.cost import Roofline
 from rlx.ir.kernel import Contract, Kernel, Native
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 
     from rlx.backends.cpu.abi import Rendered
     from rlx.backends.cpu.executable import CpuArtifact, CpuExecutable
+    from rlx.driver.symmetric import SymmetricTransport
 
 LLVM_LOADED = 38 << 20  # resident bytes of LLVM's library once it is loaded
 FIRST_COMPILE = 44 << 20  # bytes a process grows by when it compiles a network: LLVM's library and heap, and graphs
@@ -71,8 +71,9 @@ class CpuBackend:
 
     def warm(self, target: Target) -> Callable[[Kernel, bool], None]:
         """Warming protocol."""
-        first = None if llvm.loaded() else _load_compiler
-        ahead = Ahead(_compiled.held, max(1, available_threads() - 1), _Job.weight, first)  # this thread lowers meanwhile
+        if not llvm.loaded():
+            started(_load_compiler)
+        ahead = Ahead(_compiled.held, max(1, available_threads() - 1), _Job.weight, llvm.entered)  # this thread lowers meanwhile
         for name in ("render", "cost"):  # for `_generated`, whose thread would wait for the GIL after each file
             import_module(f"rlx.backends.cpu.{name}")
         return lambda kernel, once: ahead(_Job(kernel_key(kernel), target, (), kernel, once))
@@ -170,7 +171,7 @@ class CpuBackend:
 
 def _load_compiler() -> None:
     """Load LLVM, and generate the code that runs and calls every program."""
-    with suppress(RlxError):  # the compile raises it again
+    with suppress(Exception):  # the compile raises it again
         llvm.load()
         pool.run_address()
         if calls.refusal() is None:
