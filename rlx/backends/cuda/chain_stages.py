@@ -13,9 +13,10 @@ from functools import reduce
 from rlx.backends.cuda.ahead import AheadWriter
 from rlx.backends.cuda.attention import ELEMENTS
 from rlx.backends.cuda.chain_pieces import WARPS
+from rlx.backends.cuda.chain_table import ARGUMENT, Entry, Operands
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.fronts import FrontWriter
-from rlx.backends.cuda.render import arguments_of, may_fail
+from rlx.backends.cuda.render import arguments_of
 from rlx.backends.cuda.schedule import WARP, Launch
 from rlx.backends.cuda.vectors import loads
 from rlx.ir.dtype import DType, f16, f32, index_
@@ -28,7 +29,6 @@ from rlx.backends.cuda.chain import (  # isort: skip
     AHEAD, MIDDLE, SHORT, Attention, Chain, Product, Stage, largest_bytes, pitch_of, shares_of,
 )  # fmt: skip
 
-HEADS, ARGUMENT, WORDS = range(3)  # of an entry: a number, an argument's address, an address of words
 KIND = "RLX_KIND"  # in place of the number of a stage's kind
 # pieces in flight, of chains whose largest product is shorter than SHORT, than MIDDLE, longer; cycles from one to the next, since
 # weights that come in bursts hold up the words; more pieces of the last product, behind which nothing waits
@@ -36,51 +36,6 @@ WINDOWS, PACES, MORE = (2, 5, 6), (1200, 0, 0), 3
 PANELS = (2, 2, 4)  # in flight, of quantised weights: their stages are shorter, so that words count for more
 LOG2E = 1.4426950408889634
 ALIGNED = 128  # bytes, of what shared memory has for a stage
-
-Entry = tuple[int, int]
-
-
-class Operands:
-    """The arguments of a chain's steps, in their order: the buffers of each, then `more`. `direct`: those that are arguments of
-    the kernel, since a caller may put inputs elsewhere for a run."""
-
-    def __init__(self, chain: Chain, program: Program) -> None:
-        self.chain, self.program = chain, program
-        self.steps = [n for s in chain.stages for n in s.steps]
-        self.more = [tuple(["status"] * may_fail(program.steps[n].kernel) + ["halt"]) for n in self.steps]
-        self.direct: list[int] = []
-        self._first: dict[int, int] = {}
-        count = 0
-        for n, names in zip(self.steps, self.more):
-            self._first[n] = count
-            count += len(program.steps[n].args) + len(names)
-
-    def argument(self, step: int, position: int) -> int:
-        return self._first[step] + position
-
-    def named(self, step: int, name: str) -> int:
-        """One of `more`."""
-        names = self.more[self.steps.index(step)]
-        return self._first[step] + len(self.program.steps[step].args) + names.index(name)
-
-    def buffer(self, argument: int) -> int | None:
-        """The buffer that an argument is; None: it is one of `more`."""
-        for n in self.steps:
-            args = self.program.steps[n].args
-            if 0 <= argument - self._first[n] < len(args):
-                return args[argument - self._first[n]]
-        return None
-
-    def words(self, stage: int, buffer: int) -> Entry:
-        """The words that a stage writes. The first bits say which mark they have: that of their first use, and whether it changes
-        from run to run."""
-        first, use = self.chain.areas[stage, buffer]
-        return WORDS, 4 * first | (use + 1 & 1) | (self.chain.uses[first] & 1) << 1
-
-    def heard(self, buffer: int) -> Entry:
-        writer = next(i for i, s in enumerate(self.chain.stages) if buffer in self.program.steps[s.step].writes)
-        return self.words(writer, buffer)
-
 
 class StageWriter(AheadWriter):
     """`entries`: of the stage's row. `call`: the statement that runs the stage; `feed`: statements by which the copying warp
@@ -503,7 +458,4 @@ def row_bytes(s: Stage, chain: Chain, program: Program, blocks: int) -> int:
     return s.pieces.row
 
 
-__all__ = [
-    "ARGUMENT", "HEADS", "KIND", "WORDS", "AttentionWriter", "Entry", "Operands", "ProductWriter", "StageWriter", "heads_text",
-    "row_bytes",
-]  # fmt: skip
+__all__ = ["KIND", "AttentionWriter", "ProductWriter", "StageWriter", "heads_text", "row_bytes"]

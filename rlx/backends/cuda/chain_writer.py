@@ -11,18 +11,8 @@ from pathlib import Path
 
 from rlx.backends.cuda.chain import Attention, Chain, Product
 from rlx.backends.cuda.chain_pieces import SUMS, WARPS, Panels
-from rlx.backends.cuda.chain_stages import (
-    ARGUMENT,
-    HEADS,
-    KIND,
-    WORDS,
-    AttentionWriter,
-    Entry,
-    Operands,
-    ProductWriter,
-    heads_text,
-    row_bytes,
-)
+from rlx.backends.cuda.chain_stages import KIND, AttentionWriter, ProductWriter, heads_text, row_bytes
+from rlx.backends.cuda.chain_table import ARGUMENT, HEADS, WORDS, Entry, Operands
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.schedule import COPIED, LARGEST, RESERVED, WARP
 from rlx.ir.program import Program
