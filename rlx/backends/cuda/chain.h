@@ -129,6 +129,57 @@ RLX_FN void rlx_chain_weights(uint4 (&w)[4], uint32_t at) {
       : "=r"(w[n].x), "=r"(w[n].y), "=r"(w[n].z), "=r"(w[n].w) : "r"(at + n / 2 * 4 * 2048 + n % 2 * 128) : "memory");
 }
 
+/* A warp hears its 128 elements of each part of a row of K, AHEAD parts at a time, while the next ones are on their way. take(part, d, out): four
+   elements, from d on; each(part): behind those of a part; batch(from, to): behind those of some parts. ONE: the loop over batches stays
+   a loop, so that the code of all stages is in the cache. Returns what `make` has added up in this lane. */
+template <int K, int AHEAD, bool ONE, class X, class H, class R, class F, class M, class T, class P, class B>
+RLX_FN float rlx_chain_row(const H& hear, const R& ready, const F& fetch, const M& make, const T& take, const P& each, const B& batch) {
+  constexpr int PARTS = (K + 1023) / 1024, LAST = K - (PARTS - 1) * 1024;
+  const int first = threadIdx.x / 32 * 128 + threadIdx.x % 32 * 4;
+  float square = 0;
+  uint4 heard[AHEAD], next[AHEAD];
+  X held[AHEAD], more[AHEAD];
+  const auto has = [&](int part) { return LAST == 1024 || part < PARTS - 1 || threadIdx.x / 32 * 128 < LAST; };
+  const auto start = [&](int part, uint4& to, X& with) {
+    const int d = part * 1024 + first;
+    if (has(part)) to = hear(d), fetch(with, d);
+  };
+  #pragma unroll
+  for (int n = 0; n < AHEAD; n++) start(n, heard[n], held[n]);
+  int parts = PARTS;
+  if (ONE) asm volatile("" : "+r"(parts));
+  #pragma unroll 1
+  for (int at = 0; at < parts; at += AHEAD) {
+    if (PARTS > AHEAD)
+      #pragma unroll
+      for (int n = 0; n < AHEAD; n++)
+        if (at + AHEAD + n < PARTS) start(at + AHEAD + n, next[n], more[n]);
+    #pragma unroll
+    for (int n = 0; n < AHEAD; n++) {
+      const int part = at + n, d = part * 1024 + first;
+      if (PARTS % AHEAD && part >= PARTS) break;
+      if (has(part)) {
+        while (!ready(heard[n])) heard[n] = hear(d);
+        float out[4];
+        make(held[n], heard[n], out, square);
+        take(part, d, out);
+      }
+      each(part);
+    }
+    batch(at, PARTS - at < AHEAD ? PARTS : at + AHEAD);
+    if (PARTS > AHEAD)
+      #pragma unroll
+      for (int n = 0; n < AHEAD; n++) heard[n] = next[n], held[n] = more[n];
+  }
+  return square;
+}
+/* A norm's sum of each warp. */
+RLX_FN void rlx_chain_square(float* squares, float square) {
+  #pragma unroll
+  for (int by = 16; by > 0; by /= 2) square += rlx_from(square, 32, by);
+  if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = square;
+}
+
 /* One row by a block's columns of weights. A warp has 128 elements of each 1024 of the row: it hears them itself and waits for no other warp
    before its sums meet theirs. hear(d): words of four elements from d on; fetch(x, d): what else is needed of them; make(x, heard, out,
    squares): the elements, and what a norm adds up; ahead(j): before products, by the thread that will end column j; end(j, sum, sum of
@@ -151,7 +202,6 @@ RLX_FN void rlx_chain_product(
   const int place = warp * RLX_CHAIN_SUMS + (lower ? 0 : 4) + g / 2;
   float* const squares = own.squares + own.turn * 8;
   own.turn ^= 1;
-  float square = 0;
   int summed = 0, begun = first;
   uint2 x[2]; /* what the lane multiplies; of a row of one part the same for all columns */
   const auto multiplied = [&](int part) { return LAST == 1024 || part < PARTS - 1 || warp * 128 < LAST; };
@@ -173,43 +223,14 @@ RLX_FN void rlx_chain_product(
       if (++own.place == SLOTS) own.place = 0, own.phase ^= 1;
     };
     if (group == first) {
-      uint4 heard[AHEAD], next[AHEAD];
-      X held[AHEAD], more[AHEAD];
-      const auto start = [&](int part, uint4& to, X& with) {
-        const int d = part * 1024 + warp * 128 + lane * 4;
-        if (multiplied(part)) to = hear(d), fetch(with, d);
+      const auto take = [&](int part, int d, const float (&out)[4]) {
+        const uint32_t low = rlx_near_pair<F16>(out[0], out[1]), high = rlx_near_pair<F16>(out[2], out[3]);
+        asm volatile("st.shared.u32 [%0], %1; st.shared.u32 [%0 + 8], %2;" ::"r"(made_at + part * 2048), "r"(low), "r"(high) : "memory");
+        __syncwarp();
       };
-      #pragma unroll
-      for (int n = 0; n < AHEAD; n++) start(n, heard[n], held[n]);
-      #pragma unroll 1
-      for (int at = 0; at < PARTS; at += AHEAD) {
-        if (PARTS > AHEAD)
-          #pragma unroll
-          for (int n = 0; n < AHEAD; n++)
-            if (at + AHEAD + n < PARTS) start(at + AHEAD + n, next[n], more[n]);
-        #pragma unroll
-        for (int n = 0; n < AHEAD; n++) {
-          const int part = at + n, d = part * 1024 + warp * 128 + lane * 4;
-          if (PARTS % AHEAD && part >= PARTS) break;
-          if (multiplied(part)) {
-            while (!ready(heard[n])) heard[n] = hear(d);
-            float out[4];
-            make(held[n], heard[n], out, square);
-            const uint32_t low = rlx_near_pair<F16>(out[0], out[1]), high = rlx_near_pair<F16>(out[2], out[3]);
-            asm volatile("st.shared.u32 [%0], %1; st.shared.u32 [%0 + 8], %2;" ::"r"(made_at + part * 2048), "r"(low), "r"(high) : "memory");
-            __syncwarp();
-          }
-          piece(part, true);
-        }
-        if (PARTS > AHEAD)
-          #pragma unroll
-          for (int n = 0; n < AHEAD; n++) heard[n] = next[n], held[n] = more[n];
-      }
-      if (NORM) {
-        #pragma unroll
-        for (int by = 16; by > 0; by /= 2) square += rlx_from(square, 32, by);
-        if (lane == 0) squares[warp] = square;
-      }
+      const float square = rlx_chain_row<K, AHEAD, false, X>(
+        hear, ready, fetch, make, take, [&](int part) { piece(part, true); }, [](int, int) {});
+      if (NORM) rlx_chain_square(squares, square);
     } else {
       #pragma unroll 1
       for (int part = 0; part < PARTS; part++) piece(part, PARTS > 1);

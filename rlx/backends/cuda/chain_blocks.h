@@ -20,7 +20,6 @@ RLX_FN void rlx_chain_blocks(
   const int moves = mine ? ~0 : 0;
   float* const squares = own.squares + own.turn * 8;
   own.turn ^= 1;
-  float square = 0;
   const auto multiplied = [&](int part) { return LAST == 1024 || part < PARTS - 1 || warp * 128 < LAST; };
   #pragma unroll 1
   for (int group = first; group < last; group++) {
@@ -42,43 +41,16 @@ RLX_FN void rlx_chain_blocks(
         }
       };
       if (group == first && half == 0) {
-        uint4 heard[AHEAD], next[AHEAD];
-        X held[AHEAD], more[AHEAD];
-        const auto start = [&](int part, uint4& to, X& with) {
-          const int d = part * 1024 + warp * 128 + lane * 4;
-          if (multiplied(part)) to = hear(d), fetch(with, d);
+        const auto take = [&](int part, int d, const float (&out)[4]) {
+          const float power = rlx_digits<4>(own.x + d, PITCH, totals + part * 8 * UNITS + lane * RLX_GROUPS / 8, out, lane);
+          if (lane == 0) powers[part * 8] = power;
         };
-        #pragma unroll
-        for (int n = 0; n < AHEAD; n++) start(n, heard[n], held[n]);
-        int parts = PARTS;
-        asm volatile("" : "+r"(parts)); /* keeps the loop a loop: the code of all stages should stay in the cache */
-        #pragma unroll 1
-        for (int at = 0; at < parts; at += AHEAD) {
-          if (PARTS > AHEAD)
-            #pragma unroll
-            for (int n = 0; n < AHEAD; n++)
-              if (at + AHEAD + n < PARTS) start(at + AHEAD + n, next[n], more[n]);
-          #pragma unroll
-          for (int n = 0; n < AHEAD; n++) {
-            const int part = at + n, d = part * 1024 + warp * 128 + lane * 4;
-            if ((PARTS % AHEAD && part >= PARTS) || !multiplied(part)) break;
-            while (!ready(heard[n])) heard[n] = hear(d);
-            float out[4];
-            make(held[n], heard[n], out, square);
-            const float power = rlx_digits<4>(own.x + d, PITCH, totals + part * 8 * UNITS + lane * RLX_GROUPS / 8, out, lane);
-            if (lane == 0) powers[part * 8] = power;
-          }
+        const auto batch = [&](int from, int to) {
           __syncwarp();
-          pieces(at, PARTS - at < AHEAD ? PARTS : at + AHEAD);
-          if (PARTS > AHEAD)
-            #pragma unroll
-            for (int n = 0; n < AHEAD; n++) heard[n] = next[n], held[n] = more[n];
-        }
-        if (NORM) {
-          #pragma unroll
-          for (int by = 16; by > 0; by /= 2) square += rlx_from(square, 32, by);
-          if (lane == 0) squares[warp] = square;
-        }
+          pieces(from, to);
+        };
+        const float square = rlx_chain_row<K, AHEAD, true, X>(hear, ready, fetch, make, take, [](int) {}, batch);
+        if (NORM) rlx_chain_square(squares, square);
       } else pieces(0, PARTS);
       rlx_add_units<2>(sums + warp * RLX_CHAIN_SUMS + half * 32 + g * 4, all, lane);
     }
