@@ -48,7 +48,16 @@ FAMILIES = {
         "num_key_value_heads": 4,
     },
 }  # fmt: skip
-PACKED = ("q8_0", "q4_0", "q5_0", "q4_k", "q5_k", "q6_k")  # formats
+PACKED = ("q8_0", "q4_0", "q5_0", "q4_k", "q5_k", "q6_k", "mixed")  # formats
+
+
+def formats_of(config, form: str) -> str | dict[str, str]:
+    """The format of each matrix; mixed: as files have them, some matrices in more bits."""
+    if form != "mixed":
+        return form
+    wider = {"embed": "bf16", "down": "q6_k", "v_proj": "q5_k"}
+    params = build(config_of(config), 1, 1, 8, "q4_k", cache="bf16").params
+    return {n: next((f for key, f in wider.items() if key in n), "q4_k") for p in params if "norm" not in (n := str(p.name))}
 
 
 def decoder(config, form: str = "bf16") -> Program:
@@ -60,7 +69,8 @@ def decoder(config, form: str = "bf16") -> Program:
 def _decoder(items: tuple[tuple[str, object], ...], form: str) -> Program:
     config = dict(items)
     config["n_layer" if "n_layer" in config else "num_hidden_layers"] = 4
-    return lower(build(config_of(config), 1, 1, 300, form, cache="bf16", steps=()), HOPPER, rlx.CompileOptions())
+    formats = formats_of(config, form)
+    return lower(build(config_of(config), 1, 1, 300, formats, cache="bf16", steps=()), HOPPER, rlx.CompileOptions())
 
 
 def chains(program: Program) -> list[Chain]:
@@ -243,7 +253,9 @@ def test_the_check_finds_words_that_are_used_again_too_early():
 # -- on a GPU ------------------------------------------------------------------------------------------------------
 
 
-def stepped(config, params, tokens, device: str, weights: str, cache: str, keys: int, start: int, full: np.ndarray) -> np.ndarray:
+def stepped(
+    config, params, tokens, device: str, weights: str | dict[str, str], cache: str, keys: int, start: int, full: np.ndarray
+) -> np.ndarray:
     graph = build(config_of(config), 1, 1, keys, weights, cache=cache)
     compiled = rlx.Session(device).compile(graph)
     compiled.set_params({str(p.name): params[str(p.name)].astype(p.dtype.numpy) for p in graph.params})
@@ -261,12 +273,14 @@ def weights_of(config, form: str) -> tuple[dict[str, np.ndarray], dict[str, np.n
     """Params in a form, and the numbers that they are."""
     rng, bf16 = np.random.default_rng(0), rlx.as_dtype("bf16").numpy
     given, plain = dict[str, np.ndarray](), dict[str, np.ndarray]()
-    for p in build(config_of(config), 1, 1, 8, form, cache="bf16").params:
+    formats = formats_of(config, form)
+    for p in build(config_of(config), 1, 1, 8, formats, cache="bf16").params:
         name, dims = str(p.name), p.shape.static
-        if form in FORMATS and len(dims) == 2:
+        packed = FORMATS.get(formats if isinstance(formats, str) else formats.get(name, ""))
+        if packed and len(dims) == 2:
             given[name] = np.zeros(dims, np.uint8)
-            random_weights(FORMATS[form])(rng, [given[name]] * 2)
-            plain[name] = FORMATS[form].decode_rows(given[name])
+            random_weights(packed)(rng, [given[name]] * 2)
+            plain[name] = packed.decode_rows(given[name])
         else:
             plain[name] = (rng.standard_normal(dims) * 0.06 + (len(dims) == 1)).astype(bf16).astype(np.float32)
             given[name] = plain[name]
@@ -280,17 +294,18 @@ def test_logits_are_as_close_to_those_in_f32_as_by_launches(name, form, keys, st
     """The same weights and a cache of numbers of bf16, on the CPU in f32; tokens are given, so errors do not add up."""
     config = SMALL | FAMILIES[name]
     params, plain = weights_of(config, form)
-    handles = build(config_of(config), 1, 1, keys, form, cache="bf16").handles
+    formats = formats_of(config, form)
+    handles = build(config_of(config), 1, 1, keys, formats, cache="bf16").handles
     full = np.random.default_rng(1).standard_normal(max(int(np.prod(h.shape.static)) for h in handles))
     full = full.astype(rlx.as_dtype("bf16").numpy).astype(np.float32)
     tokens = np.random.default_rng(2).integers(0, 1000, 24)
     want = stepped(config, plain, tokens, "cpu", "f32", "f32", keys, start, full)
-    found = stepped(config, params, tokens, "cuda", form, "bf16", keys, start, full)
-    again = stepped(config, params, tokens, "cuda", form, "bf16", keys, start, full)
+    found = stepped(config, params, tokens, "cuda", formats, "bf16", keys, start, full)
+    again = stepped(config, params, tokens, "cuda", formats, "bf16", keys, start, full)
     monkeypatch.setattr(code, "in_chains", lambda program, launches, *rest: launches)
     with monkeypatch.context() as patch:
         patch.setattr("rlx.frontends.models.decoder.Graph", _renamed)  # another graph: the session keeps compiled ones
-        launches = stepped(config, params, tokens, "cuda", form, "bf16", keys, start, full)
+        launches = stepped(config, params, tokens, "cuda", formats, "bf16", keys, start, full)
     np.testing.assert_array_equal(found, again)
     off, other = (np.linalg.norm(x - want, axis=1) / np.linalg.norm(want, axis=1) for x in (found, launches))
     assert not np.array_equal(found, launches), "the chain rounds otherwise"
