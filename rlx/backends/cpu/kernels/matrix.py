@@ -6,9 +6,9 @@ L2. Between parts the sums are in scratch. The order of additions is that of one
 by row between the products of the next one, since the two use different units of the core; a short one waits for the caches as
 they do.
 
-Results that are stored as whole lines (tiles.results_in_lines) are rounded two vectors at a time. Their short epilogues run
-beside products, too, unless they read other rows, and k is not cut: the first MATRIX_DEPTH steps of the panel stay in the L1
-cache, and the others pass it by. Large results go past the caches (tiles.past_caches), so their stores wait for none.
+Results that are stored as whole lines (tiles.results_in_lines) are rounded two vectors at a time. Short epilogues that read no
+other rows run beside products then, too, and k is not cut: the first MATRIX_DEPTH steps of the panel stay in the L1 cache, and
+the others pass it by. Large results go past the caches (tiles.past_caches), so their stores wait for none.
 
 A depth that is not whole steps has a last one of which the unit reads copies, with zeros behind k.
 
@@ -25,16 +25,15 @@ from typing import NamedTuple
 
 from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, argument_pointers, divided, step
-from rlx.backends.cpu.kernels.product import Product, reads_rows, row_statements
+from rlx.backends.cpu.kernels.product import Product, is_heavy, reads_rows, row_statements
 from rlx.backends.cpu.kernels.tile import Layout, load_line, stage_levels_function
 from rlx.backends.cpu.kernels.tiles import MATRIX_DEPTH
-from rlx.backends.cpu.loops import emit_statements, hoist, weight
+from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope, expr
 from rlx.host.emit import Emitter, V, vector
 from rlx.ir.kernel import Buffer, Computed, Local
 
 LINE = 4 * amx.SIDE  # bytes of a row of a block
-HEAVY = 12  # weight of an epilogue that takes as long as the products of a shallow tile
 
 
 class Pending(NamedTuple):
@@ -69,7 +68,7 @@ class MatrixUnit:
         self.tile_bytes = self.steps * self.step_bytes  # of a staged tile of a
         if p.tiled:
             self.groups = Layout(groups.dtype, amx.SIDE)
-        lines, self.heavy = bool(product.lines), weight(self.c.epilogue) >= HEAVY
+        lines, self.heavy = bool(product.lines), is_heavy(self.c)
         self.beside = self.heavy or (lines and not reads_rows(self.c))
         cached = self.tiles * p.rows * self.steps * LINE <= amx.L1
         self.levels = not p.tiled and bool(self.groups.col_levels)

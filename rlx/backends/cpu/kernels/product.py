@@ -11,7 +11,7 @@ from rlx.backends.cpu.abi import KEPT, Rendered
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided, share, step
 from rlx.backends.cpu.kernels.tile import LINE, lane_mask
 from rlx.backends.cpu.kernels.tiles import Plan, kept_locals, past_caches, results_in_lines
-from rlx.backends.cpu.loops import emit_statements, hoist
+from rlx.backends.cpu.loops import emit_statements, hoist, weight
 from rlx.backends.cpu.scope import Beside, Scope, expr, limit_of
 from rlx.backends.shared.nest import substitute
 from rlx.host.emit import Emitter, V, stored, vector
@@ -24,6 +24,7 @@ from rlx.ir.kernel import walk as parts_of
 from rlx.ir.target import Target
 
 BESIDE = 4  # bytes of the first panel that are fetched for each element of a that is computed or rounded: a line for each vector
+HEAVY = 12  # weight of an epilogue
 FAR = 4 << 20  # bytes of a buffer that the caches do not keep from one kernel to the next
 
 
@@ -42,8 +43,8 @@ class Product(Module):
         self.far = {} if plan.matrix else _far(contract, plan)
         self.lines = results_in_lines(kernel, contract, plan.columns) if plan.matrix else frozenset()
         self.streams = frozenset(b for b in self.lines if past_caches(b, target))
-        if not self.streams and (contract.rows or reads_rows(contract)):
-            self.lines = self.streams  # their rows wait for others, so lines do not help
+        if not self.streams and (contract.rows or reads_rows(contract) or is_heavy(contract)):
+            self.lines = self.streams  # their time is not that of stores
         self.streamed = 0  # Rendered.streamed
         if plan.tasks == plan.groups and fetches_ahead(self.features):  # not among blocks of rows or grid points
             self.streamed = _streamed(kernel, contract)
@@ -293,6 +294,11 @@ def _far(c: Contract, plan: Plan) -> dict[Buffer | Local, int]:
     seen = [x for x in parts_of(c.epilogue) if isinstance(x, (Load, Store)) and x.buffer.size * x.buffer.dtype.itemsize >= FAR]
     steps = {x.buffer: coefficient(x.index, c.i) for x in seen if coefficient(x.index, c.j) == 1}
     return {b: plan.rows * stride * b.dtype.itemsize for b, stride in steps.items() if stride}
+
+
+def is_heavy(c: Contract) -> bool:
+    """Whether the epilogue takes as long as the products of a shallow tile of the matrix unit."""
+    return weight(c.epilogue) >= HEAVY
 
 
 def reads_rows(c: Contract) -> bool:
