@@ -24,7 +24,7 @@ from kernel_runs import TARGETS, TRIPLE
 
 import rlx
 from rlx.backends.cpu.backend import with_natives
-from rlx.backends.cpu.kernels import amx, contract, matrix, tiles
+from rlx.backends.cpu.kernels import amx, contract, tiles
 from rlx.backends.cpu.target import target_for
 from rlx.backends.ref.interpret import run_kernel
 from rlx.backends.shared.rounding import in_fewer
@@ -72,7 +72,7 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Unit]:
 def test_emulated(
     emulator: Unit, shape: tuple[int, int, int], a: str, kind: str, threads: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matrix, "HEAVY", least)
+    monkeypatch.setattr("rlx.backends.cpu.kernels.product.HEAVY", least)
     target = with_amx(threads)
     panel, group = target.panel(kind)
     assert panel == 32
@@ -128,7 +128,7 @@ def test_one_thread_reads_far_weights_once_if_all_rows_fit_the_cache(emulator: U
 @pytest.mark.parametrize("least", [0, 99], ids=["the epilogue beside products", "after them"])
 def test_bytes_are_rounded_and_read_again(emulator: Unit, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The epilogue of a Q/DQ network: two roundings and an activation between them, beside a byte of a residual."""
-    monkeypatch.setattr(matrix, "HEAVY", least)
+    monkeypatch.setattr("rlx.backends.cpu.kernels.product.HEAVY", least)
     target = with_amx()
     panel, group = target.panel("u8 i8")
     plainly = plain.product(50, 40, 128, dtypes=KINDS["u8 i8"], panel=panel, group=group)
@@ -280,7 +280,7 @@ def test_the_knob_leaves_the_unit_alone() -> None:
 @pytest.mark.parametrize("least", [0, 99], ids=["the epilogue beside products", "after them"])
 def test_groups_of_rows(emulator: Unit, sizes: list[int], depth: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of a group are one block or two high, with undefined rows at the end."""
-    monkeypatch.setattr(matrix, "HEAVY", least)
+    monkeypatch.setattr("rlx.backends.cpu.kernels.product.HEAVY", least)
     target, rng, rows = with_natives(with_amx(2)), np.random.default_rng(0), sum(sizes)
     g = rlx.Graph("groups")
     x, order, ends = g.input("x", (rows, depth), bf16), g.input("order", (rows,), i32), g.input("ends", (len(sizes),), i32)
@@ -399,7 +399,7 @@ def test_a_computed_left_operand_is_computed_as_tiles(emulator: Unit, shape: tup
 @pytest.mark.parametrize("k", [64, 71])
 def test_rows_past_the_limit_are_spared(emulator: Unit, k: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those before it are as in a full run; tiles past it are not computed."""
-    monkeypatch.setattr(matrix, "HEAVY", least)
+    monkeypatch.setattr("rlx.backends.cpu.kernels.product.HEAVY", least)
     m, n, target = 75, 40, with_amx(2)
     x, t = np.random.default_rng(0).standard_normal((m, k)).astype("f4"), np.zeros(k, "f4")
     w = plain.numbers(64 * (k + k % 2), bf16, 1)
