@@ -83,7 +83,8 @@ def fault(case: Case, got: torch.Tensor, operands: list[torch.Tensor]) -> str:
         got, wanted = (exact[0].gather(case.picked, index.long().unsqueeze(case.picked)) for index in (got, wanted))
     elif not got.is_floating_point():
         return "" if torch.equal(got.long(), wanted.long()) else f"differs in {int((got != wanted).sum())} elements"
-    error, mean = (got.double() - wanted).abs(), wanted.abs().nanmean()
+    least = torch.finfo(got.dtype).smallest_normal * torch.finfo(got.dtype).eps  # numbers of that size have no more digits
+    error, mean = ((got.double() - wanted).abs() - least).clamp(0), wanted.abs().nanmean()
     error = torch.where(got.double() == wanted, 0.0, error / (wanted.abs() + mean + 1e-6))
     slack = SLACK[next(name for name, dtype in DTYPES.items() if dtype == got.dtype)] if case.picked is None else 0.0
     return "" if bool((error <= slack).all()) else f"is off by {float(error.nan_to_num(math.inf).max()):.1e}"

@@ -49,3 +49,7 @@ def test_a_wrong_result_is_said():
     operands = [random_ops.operand(leaf, "cpu") for leaf in best.leaves]
     index = best.theirs(*operands)
     assert random_ops.fault(best, index, operands) == "" != random_ops.fault(best, index - index, operands)
+    x = torch.randn(1 << 17).half()
+    flat = replace(case, op="softmax", theirs=lambda x: torch.softmax(x, 0))
+    rounded = torch.softmax(x.double(), 0).half()  # to a few digits, so small are they
+    assert random_ops.fault(flat, rounded, [x]) == "" != random_ops.fault(flat, rounded * 2, [x])

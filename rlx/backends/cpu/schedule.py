@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from rlx.backends.cpu.schedule_lines import LANES, along_lines, columns_together
 from rlx.backends.cpu.sorting import sorts
-from rlx.backends.cpu.updates import updated_in_place, with_long_runs
+from rlx.backends.cpu.updates import short_lines_together, updated_in_place, with_long_runs
 from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import in_f64, long_sums
 from rlx.backends.shared.nest import renamed, substitute
@@ -28,7 +28,8 @@ ROWS_AT_ONCE = 4  # rows from as many parts of the axis, each part read in order
 
 def schedule(kernel: Kernel, target: Target) -> Kernel:
     """The kernel in the order in which a CPU runs it."""
-    lines = with_long_runs(along_lines(long_sums(column_walks(rows_in_lanes(kernel), target.run_columns)), target))
+    lines = along_lines(long_sums(column_walks(rows_in_lanes(kernel), target.run_columns)), target)
+    lines = short_lines_together(with_long_runs(lines), target)
     in_place = updated_in_place(lines, target) is not lines  # when it is rendered
     return in_loops(sorts(lines if in_place else columns_together(lines, target)))
 

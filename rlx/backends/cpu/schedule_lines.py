@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from rlx.backends.cpu.loops import TASKS_PER_THREAD, contiguity
 from rlx.backends.shared.lines import better, is_nan
+from rlx.backends.shared.long_sums import long_totals, totals_in_blocks
 from rlx.backends.shared.nest import substitute
 from rlx.host.processor import fetches_ahead
 from rlx.ir.dtype import i32, index_
@@ -41,8 +42,10 @@ def along_lines(kernel: Kernel, target: Target) -> Kernel:
     together = down and size >= LANES and not any(x.var is last for x in kernel.limits)
     if loop.carries and not loop.reduces:
         if together and len(loop.carries) == 1:
-            return _totals_of_columns(kernel, loop, target)
-        return replace(kernel, body=(replace(loop, vector=loop.vector and loop.extent >= LANES), *kernel.body[1:]))
+            return _totals_of_columns(long_totals(kernel), target)
+        lanes = replace(loop, vector=loop.vector and loop.extent >= LANES)
+        made = (lanes, *kernel.body[1:]) if kernel.body[1:] else totals_in_blocks(lanes)
+        return long_totals(replace(kernel, body=made))
     if loop.carries or loop.body or len(loop.reduces) != 1 or loop.reduces[0].op not in EXTREMES or not loop.extent:
         return kernel
     if together and loop.extent < 1 << 31:
@@ -52,15 +55,13 @@ def along_lines(kernel: Kernel, target: Target) -> Kernel:
 
 
 def columns_together(kernel: Kernel, target: Target) -> Kernel:
-    """Loops over each of many adjacent columns, in Locals, run over a few columns at a time, row by row. Rows that are looked up,
-    as by a scatter, are the same for all columns."""
+    """Loops over each of many adjacent columns, in Locals, run over a few columns at a time, row by row."""
     if not kernel.grid or not kernel.locals or any(x.var is kernel.grid[-1][0] for x in kernel.limits):
         return kernel
     *grid, (column, lines) = kernel.grid
     loops = [s for s in kernel.body if isinstance(s, Loop) and not s.reduces and not s.carries]
-    inside = [s for loop in loops for s in loop.body]
-    plain = len(loops) == len(kernel.body) and all(isinstance(s, Store | Check) for s in inside)
-    if not plain or sum(contiguity(loop, column) for loop in loops) <= 0 or not same_rows(inside, column):
+    plain = len(loops) == len(kernel.body) and all(isinstance(s, Store | Check) for loop in loops for s in loop.body)
+    if not plain or sum(contiguity(loop, column) for loop in loops) <= 0:
         return kernel
     share, run = math.prod(n for _, n in kernel.grid) // target.threads, Var("run")
     nbytes = sum(x.size * x.dtype.itemsize for x in kernel.locals)
@@ -71,25 +72,28 @@ def columns_together(kernel: Kernel, target: Target) -> Kernel:
         return kernel
     wide = {x: Local(x.name, x.dtype, x.size * width) for x in kernel.locals}
 
-    def of_columns(s: Store) -> tuple[Stmt, ...]:
-        """The store for each column of the run. A row that is looked up is looked up once."""
+    def of_columns(stmts: tuple[Stmt, ...], together: bool) -> tuple[Stmt, ...]:
+        """The statements for each column of the run. A row that is looked up for all columns `together` is looked up once."""
         here, rows, memo = Var("c"), dict[int, tuple[Var, Expr]](), dict[int, Expr]()
         to = {column: k.add(k.mul(run, const(width)), here)}
-        for x in (s, *walk(s)):
-            if isinstance(x, Load | Store) and x.buffer in wide:
-                row, _ = rows.setdefault(id(x.index), (Var("row"), x.index))
-                at = k.add(k.mul(row, const(width)), here)
-                guard = None if x.guard is None else substitute(x.guard, to)
-                if isinstance(x, Load):
-                    memo[id(x)] = Load(wide[x.buffer], at, guard)
-        value, guard = substitute((s.value, s.guard), to, memo)
-        found = Store(s.buffer, substitute(s.index, to, memo), value, guard)
-        if s.buffer in wide:
-            found = replace(found, buffer=wide[s.buffer], index=k.add(k.mul(rows[id(s.index)][0], const(width)), here))
-        return *(Let(*x) for x in rows.values()), Loop(here, width, (found,), vector=True)
+
+        def place(index: Expr) -> Expr:
+            row = rows.setdefault(id(index), (Var("row"), index))[0] if together else substitute(index, to, memo)
+            return k.add(k.mul(row, const(width)), here)
+
+        for x in walk(stmts):
+            if isinstance(x, Load) and x.buffer in wide:
+                memo[id(x)] = Load(wide[x.buffer], place(x.index), x.guard and substitute(x.guard, to, memo))
+        made = [
+            replace(new, buffer=wide[s.buffer], index=place(s.index)) if isinstance(s, Store) and s.buffer in wide else new
+            for s, new in zip(stmts, substitute(stmts, to, memo))
+        ]  # fmt: skip
+        return *(Let(*x) for x in rows.values()), Loop(here, width, tuple(made), vector=together)
 
     def each(loop: Loop) -> Loop:
-        parts = [of_columns(s) if isinstance(s, Store) else (s,) for s in loop.body]
+        if not same_rows(loop.body, column):
+            return replace(loop, body=of_columns(loop.body, False))
+        parts = [of_columns((s,), True) if isinstance(s, Store) else (s,) for s in loop.body]
         return replace(loop, body=tuple(s for part in parts for s in part))
 
     body = tuple(each(loop) for loop in loops)
@@ -102,8 +106,10 @@ def same_rows(body: Sequence[Stmt], column: Var) -> bool:
     return all(coefficient(e, column) == 0 for e in (*rows, *(s.ok for s in body if isinstance(s, Check))))
 
 
-def _totals_of_columns(kernel: Kernel, loop: Loop, target: Target) -> Kernel:
+def _totals_of_columns(kernel: Kernel, target: Target) -> Kernel:
     """A few rows at a time, with a total per column. Each run of columns is a grid point."""
+    loop = kernel.body[0]
+    assert isinstance(loop, Loop)
     *grid, (column, lines) = kernel.grid
     run, runs = _runs_of_columns(kernel, lines, target.threads) if target.threads > 2 else (Var("run"), 1)
     width, here = lines // runs, Var("c")

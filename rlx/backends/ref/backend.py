@@ -8,7 +8,7 @@ packs contraction operands into panels of three columns and runs claimed ops who
 from __future__ import annotations
 
 from rlx.backends.ref.interpret import run_kernel
-from rlx.backends.shared.long_sums import long_sums
+from rlx.backends.shared.long_sums import long_sums, long_totals
 from rlx.backends.shared.packed import claim_segments
 from rlx.backends.shared.stepwise import StepwiseExecutable
 from rlx.driver.backend import KernelTexts
@@ -53,7 +53,7 @@ class RefBackend:
             computes=lambda producer: True,
             pairs=lambda node: True,
             panel=lambda dtype, columns=0: panel,
-            schedule=long_sums,
+            schedule=lambda kernel: long_totals(long_sums(kernel)),
         )
 
     def process_bytes(self) -> int:

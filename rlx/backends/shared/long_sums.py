@@ -1,4 +1,5 @@
 """Long f32 sums in blocks: each block is summed in f32, the block sums in f64, so that the error does not grow with the length.
+Long running totals are f64, or begin each block with the f64 total of those before it.
 
 A plain sum in f32 loses digits in proportion to its length (7e-4 of a sum of 1e7 numbers). In blocks the relative error of a sum
 of numbers of one sign is at most BLOCK / 2**24, whatever the length, and usually a few units of the last place. Every backend
@@ -12,7 +13,7 @@ from dataclasses import replace
 
 from rlx.backends.shared.nest import changed, renamed, substitute
 from rlx.ir.dtype import DType, f32, f64
-from rlx.ir.kernel import RUNNING, Expr, Kernel, Let, Loop, Reduce, Stmt, Var, alu, const, k
+from rlx.ir.kernel import RUNNING, Alu, Carry, Expr, Kernel, Let, Loop, Reduce, Stmt, Var, alu, const, k
 
 SHORT = 8192  # up to this length a sum is not split: covers the rows of most networks
 BLOCK = 2048
@@ -22,6 +23,48 @@ def long_sums(kernel: Kernel) -> Kernel:
     """The kernel with its long sums in blocks, those of serial loops in f64."""
     body = changed(kernel.body, _long)
     return kernel if body is kernel.body else replace(kernel, body=body)
+
+
+def long_totals(kernel: Kernel) -> Kernel:
+    """The kernel with its long f32 running totals in f64, rounded where they are read."""
+    body, rounded = list[Stmt](), dict[int, Expr]()
+    for s in kernel.body:
+        if isinstance(s, Loop) and len(s.carries) == 1 and (found := _long_total(s)):
+            (c,), (op, added), total = s.carries, found, Var("total", f64)
+            following = alu(op, total, k.cast(added, f64))
+            rounded |= {id(c.var): k.cast(total, f32), id(c.next): k.cast(following, f32)}
+            s = replace(s, carries=(Carry(total, k.cast(c.init, f64), following),))
+        body.append(substitute(s, {}, rounded))
+    return replace(kernel, body=tuple(body)) if rounded else kernel
+
+
+def totals_in_blocks(loop: Loop) -> tuple[Stmt, ...]:
+    """The loop in blocks, if it carries one long total in lanes: each is in f32 and begins with that of those before it, in f64.
+    The factors of a block are multiplied in f64 once more, since rounding errors of products add up from block to block."""
+    if len(loop.carries) != 1 or not loop.in_lanes or not (found := _long_total(loop)):
+        return (loop,)
+    (c,), (op, added), block, before = loop.carries, found, Var("block"), Var("before", f64)
+
+    def block_from(first: Expr, extent: int) -> tuple[Let, Loop]:
+        at, start, total = Var(loop.var.name), Var("start", f32), Var(c.var.name, f32)
+        body, following, own = substitute((loop.body, c.next, added), {loop.var: k.add(first, at), c.var: total})
+        own = k.cast(own, f64) if op == "mul" else own
+        reduces, carries = (Reduce(Var("own", own.dtype), op, own),), (Carry(total, start, following),)
+        return Let(start, k.cast(before, f32)), Loop(at, extent, body, vector=True, reduces=reduces, carries=carries)
+
+    blocks, rest = divmod(loop.extent, BLOCK)
+    begin, inner = block_from(k.mul(block, BLOCK), BLOCK)
+    carry = Carry(before, k.cast(c.init, f64), alu(op, before, k.cast(inner.reduces[0].result, f64)))
+    whole = Loop(block, blocks, (begin, inner), carries=(carry,))
+    return (whole, *(block_from(const(loop.extent - rest), rest) if rest else ()))
+
+
+def _long_total(loop: Loop) -> tuple[str, Expr] | None:
+    """The operation and the addend or factor of the total, where that is f32 and rounded too often."""
+    (c,) = loop.carries
+    if loop.extent <= SHORT or c.var.dtype != f32 or c.added is None or not isinstance(c.next, Alu):
+        return None
+    return (c.next.op, c.added) if c.next.op in ("add", "mul") else None
 
 
 def in_f64(op: str, dtype: DType, length: int) -> bool:

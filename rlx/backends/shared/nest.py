@@ -157,8 +157,10 @@ def joined(dims: Dims, body: tuple[Stmt, ...]) -> tuple[Dims, tuple[Stmt, ...]]:
 
 
 def _linear(body: tuple[Stmt, ...], high: Var, low: Var, size: int) -> bool:
-    """Whether buffers are accessed at multiples of high * size + low, and nothing else depends on the two."""
-    found = [x for x in walk(body) if isinstance(x, Load | Store) and isinstance(x.buffer, K.Buffer)]
+    """Whether buffers, and Locals that depend on one of the two, are accessed at multiples of high * size + low, and nothing else
+    depends on them."""
+    found = [x for x in walk(body) if isinstance(x, Load | Store)]
+    found = [x for x in found if isinstance(x.buffer, K.Buffer) or K.coefficient(x.index, low)]
     steps = [(K.coefficient(x.index, high), K.coefficient(x.index, low)) for x in found]
     memo: dict[int, Expr] = {id(x): K.const(0, x.buffer.dtype) for x in found if isinstance(x, Load) and x.guard is None}
     rest = [substitute(e, {}, memo) for e in K.expressions(body) if not any(e is x.index for x in found)]
