@@ -17,10 +17,12 @@ import rlx
 from rlx.backends import get
 from rlx.backends.cpu.index_split import parts
 from rlx.backends.cpu.render import render
+from rlx.backends.cpu.sorting import merge_exchange
 from rlx.backends.cpu.target import host_target, target_for
 from rlx.backends.cpu.updates import updated_in_place
 from rlx.backends.ref.interpret import run_kernel
 from rlx.backends.shared.lines import in_loops
+from rlx.backends.shared.nest import substitute
 from rlx.compiler import lower
 from rlx.ir.evaluate import evaluate
 from rlx.ir.kernel import EXTREMES, Buffer, Kernel, Load, Loop, Reduce, Sort, Store, Var, const, k, walk
@@ -264,14 +266,15 @@ def test_a_schedule_changes_no_result(
     name: str, flag: bool, dtype: str, threads: int, kind: str, axis: int, outer: int, length: int, inner: int
 ) -> None:
     """Dims with the op's axis first, in the middle or last; lengths around a block, a vector and a run of columns."""
-    dims = {0: (min(length, 9), inner), 1: (outer, min(length, 40), inner), 2: (outer, length)}[axis]
-    axis = len(dims) - 1 if name in ("sort", "top_k") else axis if axis < 2 else 1
+    sorts = name in ("sort", "top_k")  # along the last axis, many rows or few
+    dims = {0: (min(length, 9), inner), 1: (outer, min(length, 4 if sorts else 40), inner), 2: (outer, length)}[axis]
+    axis = len(dims) - 1 if sorts else axis if axis < 2 else 1
     assume(dims[axis] > 1 or "arg" not in name)  # they are no kernel
     kind = kind if np.dtype(dtype).kind == "f" or kind == "ties" else "normal"
     kernel = plain_kernel(lambda x: OPS[name](x, axis, flag), dims, KINDS[dtype])
     scheduled, loops = schedule(kernel, threads), in_loops(kernel)
     intel = target_for("x86_64-unknown-linux-gnu", "x86-64-v4", ("avx512fp16",), threads).schedule(kernel)  # a few rows at once
-    assert is_plain(kernel) == (name in ("argmax", "argmin", "sort", "top_k")) and not is_plain(scheduled) and not is_plain(loops)
+    assert is_plain(kernel) == (sorts or "arg" in name) and not is_plain(scheduled) and not is_plain(loops)
     assert scheduled.buffers == loops.buffers == kernel.buffers
     x = some_of(kind, dims, dtype)
     want = on_ref(kernel, x)
@@ -314,24 +317,37 @@ def test_a_schedule_depends_on_where_memory_is_contiguous() -> None:
 
 @pytest.mark.parametrize("dtype", ["f32", "f64", "bf16", "i8", "u64"])
 def test_rows_are_sorted_by_every_schedule(dtype: str) -> None:
-    """All or a few elements of short and of long rows, with ties, NaN, zeros of both signs, and the greatest integers."""
+    """All or a few elements of short and of long rows, and of many, with ties, NaN, zeros of both signs, and the greatest
+    integers."""
     kind, g, inputs = rlx.as_dtype(dtype), rlx.Graph("sorts"), {}
     outputs: list[rlx.Value] = []
-    for n in (1, 2, 33, 64, 100, 1000):
-        x = (RNG.standard_normal((2, n)) * 30).astype(np.int8).astype(kind.numpy)
+    for n, rows in ((1, 2), (2, 2), (33, 2), (64, 2), (100, 2), (1000, 2), (3, 19), (40, 9)):
+        x = (RNG.standard_normal((rows, n)) * 30).astype(np.int8).astype(kind.numpy)
         if kind.is_float:
             x[0, ::3], x[1, ::2], x[1, 1::5] = np.nan, -0.0, np.inf
         else:
             x[1, 2:] = np.iinfo(x.dtype).max
-        inputs[f"x{n}"] = x
-        v = g.input(f"x{n}", x.shape, kind)
-        for count in {1, min(n, 5), n // 2, n}:
+        inputs[f"x{n} {rows}"] = x
+        v = g.input(f"x{n} {rows}", x.shape, kind)
+        for count in {1, min(n, 5), n // 2, n} if rows == 2 else {2, n}:
             outputs += [part for largest in (False, True) for part in rlx.top_k(v, k=count, largest=largest)]
     g.set_outputs(outputs)
     c = rlx.Session().compile(g)
     c._executable.poison()  # type: ignore[attr-defined]
     for found, want in zip(c.run(inputs), evaluate(g, inputs)[0], strict=True):
         assert found.tobytes() == want.tobytes()
+
+
+def test_exchanges_sort_zeros_and_ones() -> None:
+    """And therefore all numbers (D. E. Knuth, 5.3.4, theorem Z)."""
+    for n in range(1, 13):
+        x = np.array(list(itertools.product((0, 1), repeat=n)))
+        for run, count, j, length, item, apart in merge_exchange(n):
+            for at in itertools.product(range(count), range(length)):
+                i = substitute(item, dict(zip((run, j), map(const, at))))
+                pair = [i.value, i.value + apart]  # type: ignore[attr-defined]
+                x[:, pair] = np.sort(x[:, pair], axis=1)
+        assert (np.diff(x, axis=1) >= 0).all(), n
 
 
 @pytest.mark.parametrize("mode", ["add", "replace", "mul"])

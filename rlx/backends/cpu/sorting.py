@@ -6,20 +6,25 @@ that no two are equal and equal values keep their order; wider keys have places 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from rlx.backends.shared.nest import changed
+from rlx.backends.shared.nest import changed, joined, substitute
 from rlx.ir.dtype import DType, bool_, i32, index_, u32, u64
 from rlx.ir.kernel import Carry, Contract, Expr, Kernel, Let, Load, Local, Loop, Reduce, Sort, Stmt, Store, Var, const, k
 from rlx.records import record
 
 DIGIT = 8  # bits
 LANES = 8  # items in a vector
+LONGEST = 640  # row of those in lanes, whose items stay in the first-level cache
 # Times in ns on Zen 4, of which only the order matters
 EACH, COMPARED = 7, 0.55  # an item whose place is counted, and each vector that it is compared with
-MOVED, DIGITS = 1.25, 65  # an item to its place by one digit, and the numbers of all values of a digit
+EACH_OF_VECTOR = 0.6  # an item of a row that is one vector
+MOVED, DIGITS = 0.9, 65  # an item to its place by one digit, and the numbers of all values of a digit
 SCANNED, TAKEN = 0.5, 25  # a vector of a block or of the best of blocks, and the next of all from there to its place
+
+# Of rows in lanes, on Zen 5, in narrow and in wide items: a row, two items exchanged, an item made, and one stored
+BEGUN, EXCHANGED, FETCHED, STORED = 2.5, (0.09, 0.13), (0.15, 0.25), (0.65, 1.0)
 
 
 @record
@@ -51,6 +56,7 @@ class Line:
 
 def sorts(kernel: Kernel) -> Kernel:
     """The same function without Sort."""
+    kernel = rows_in_lanes(kernel)
     kept, per_row = list(kernel.locals), any(isinstance(s, Contract) for s in kernel.body)
 
     def room(name: str, dtype: DType, size: int) -> Local:
@@ -67,19 +73,98 @@ def sorts(kernel: Kernel) -> Kernel:
     return kernel if body is kernel.body else replace(kernel, locals=tuple(kept), body=body)
 
 
-def ordered(s: Sort, room: Callable[[str, DType, int], Local]) -> tuple[Stmt, ...]:
-    digits, block = s.value.dtype.itemsize * 8 // DIGIT, block_of(s.n)
-    blocks = -(-s.n // block)
-    times = {
-        counted: s.n * (EACH + -(-s.n // LANES) * COMPARED),
-        by_digits: (digits + 1) * s.n * MOVED + digits * DIGITS,
+def rows_in_lanes(kernel: Kernel) -> Kernel:
+    """A kernel that sorts many short rows, with a row in each lane, if that is estimated to be faster: all go through one network
+    of exchanges."""
+    if not kernel.grid or kernel.locals or kernel.limits or len(kernel.body) != 1 or not isinstance(s := kernel.body[0], Sort):
+        return kernel
+    (*grid, (row, rows)), (value, *body) = joined(kernel.grid, (Let(s.held, s.value), *s.body))
+    stores = [x for x in body if isinstance(x, Store) and x.guard is None]
+    if not isinstance(value, Let) or stores != body or not s.kept or not rows or s.n > LONGEST:
+        return kernel
+    if in_lanes_ns(s, rows) > min(algorithms(s).values()):
+        return kernel
+    group, lane, wide, size = Var("group"), Var("lane"), s.value.dtype.itemsize > 4, s.n * LANES
+    at = k.add(k.mul(group, const(LANES)), lane)
+    inside = k.lt(at, const(rows)) if rows % LANES else None
+    values, items, places = Local("values", s.value.dtype, size), Local("items", u64, size), Local("places", i32, size)
+    slot = lambda i: k.add(k.mul(i, const(LANES)), lane)  # noqa: E731
+    key, here = key_of(Load(values, slot(s.i)), s.descending), slot(s.i)
+    item = key if wide else k.or_(k.shl(k.cast(key, u64), const(32, u64)), k.cast(s.i, u64))
+    number = [Store(places, here, k.cast(s.i, i32))] if wide else []
+    found = substitute(value.value, {row: at}, guard=inside)
+    fill = Loop(s.i, s.n, (Store(values, here, found), Store(items, here, item), *number))
+    passes = [
+        Loop(run, count, (Loop(j, length, exchanged(items, places if wide else None, slot(i), slot(k.add(i, const(apart))))),))
+        for run, count, j, length, i, apart in merge_exchange(s.n)
+    ]  # fmt: skip
+    origin = Load(places, slot(s.to)) if wide else k.and_(Load(items, slot(s.to)), const(2**32 - 1, u64))
+    results = Let(s.origin, k.cast(origin, index_)), Let(s.held, Load(values, slot(s.origin)))
+    out = Loop(s.to, s.kept, (*results, *(replace(substitute(x, {row: at}), guard=inside) for x in stores)))
+    lanes = Loop(lane, LANES, (fill, *passes, out), vector=True)
+    held = (values, items, places) if wide else (values, items)
+    return replace(kernel, locals=held, grid=(*grid, (group, -(-rows // LANES))), body=(lanes,))
+
+
+def exchanged(items: Local, places: Local | None, low: Expr, high: Expr) -> tuple[Stmt, ...]:
+    """Two items in order. Wide ones, of which several may be equal, have places."""
+    a, b, p, q = Var("a", u64), Var("b", u64), Var("p", i32), Var("q", i32)
+    read = Let(a, Load(items, low)), Let(b, Load(items, high))
+    if places is None:
+        return *read, Store(items, low, k.min(a, b)), Store(items, high, k.max(a, b))
+    swap = k.or_(k.lt(b, a), k.and_(k.eq(a, b), k.lt(q, p)))
+    return (
+        *read, Let(p, Load(places, low)), Let(q, Load(places, high)),
+        Store(items, low, k.select(swap, b, a)), Store(items, high, k.select(swap, a, b)),
+        Store(places, low, k.select(swap, q, p)), Store(places, high, k.select(swap, p, q)),
+    )  # fmt: skip
+
+
+def merge_exchange(n: int) -> Iterator[tuple[Var, int, Var, int, Expr, int]]:
+    """The passes of K. E. Batcher's sort of n items, as D. E. Knuth gives it (5.2.2, algorithm M): variables and extents of two
+    loops, an item, and how far the one is that it is exchanged with. Items come in runs of p; of the last there may be a part."""
+    top = p = (1 << (n - 1).bit_length()) // 2
+    while p:
+        q, r, d = top, 0, p
+        while True:
+            runs = max(0, (n - d - r + p) // (2 * p))
+            first = r + 2 * p * runs
+            for count, length, start in ((runs, p, r), (1, n - d - first, first)):
+                if count > 0 and length > 0:
+                    run, j = Var("run"), Var("j")
+                    yield run, count, j, length, k.add(k.add(k.mul(run, const(2 * p)), const(start)), j), d
+            if q == p:
+                break
+            q, r, d = q // 2, p, q - p
+        p //= 2
+
+
+def in_lanes_ns(s: Sort, rows: int) -> float:
+    """Estimated time of a row, where the last of them do not fill their lanes."""
+    wide = s.value.dtype.itemsize > 4
+    exchanges = sum(count * length for _, count, _, length, _, _ in merge_exchange(s.n))
+    time = BEGUN + exchanges * EXCHANGED[wide] + s.n * FETCHED[wide] + s.kept * STORED[wide]
+    return time * -(-rows // LANES) * LANES / rows
+
+
+def algorithms(s: Sort) -> dict[Callable[[Line], tuple[Stmt, ...]], float]:
+    """Those that sort one row, with their estimated times."""
+    digits, block, n = s.value.dtype.itemsize * 8 // DIGIT, block_of(s.n), s.n
+    times: dict[Callable[[Line], tuple[Stmt, ...]], float] = {
+        counted: n * ((EACH_OF_VECTOR if n in (1, 2, 4, LANES) else EACH) + -(-n // LANES) * COMPARED),
+        by_digits: (digits + 1) * n * MOVED + digits * DIGITS,
     }
-    taken = (s.n + s.kept * (block + blocks)) / LANES * SCANNED
+    taken = (n + s.kept * (block - (-n // block))) / LANES * SCANNED
     if s.value.dtype.itemsize <= 4:
         times[out_of_blocks] = taken + s.kept * TAKEN
-    elif s.n < 1 << 31:
+    elif n < 1 << 31:
         times[wide_out_of_blocks] = 2 * (taken + s.kept * TAKEN)
-    chosen = min(times, key=times.__getitem__)
+    return times
+
+
+def ordered(s: Sort, room: Callable[[str, DType, int], Local]) -> tuple[Stmt, ...]:
+    times, block = algorithms(s), block_of(s.n)
+    chosen, blocks = min(times, key=times.__getitem__), -(-s.n // block)
     line = Line(s, room("values", s.value.dtype, s.n), room("items", u64, blocks * block), room)
     key, value = key_of(Load(line.values, s.i), s.descending), s.value
     item = key if line.wide else k.or_(k.shl(k.cast(key, u64), const(32, u64)), k.cast(s.i, u64))
