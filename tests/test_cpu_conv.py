@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -322,6 +323,22 @@ def test_few_results_are_sums_of_lines(x: tuple, w: tuple, given: dict, dtype: D
     rng = np.random.default_rng(0)
     arrays = {name: rng.integers(-9, 9, dims).astype(dtype.numpy) for name, dims in (("x", x), ("w", w))}
     np.testing.assert_array_equal(rlx.compile(g).run(arrays)[0], evaluate(g, arrays)[0][0])
+
+
+def test_few_channels_are_adjacent_where_products_of_pairs_are_summed() -> None:
+    """An even number of them: runs of columns are those of a row of a window. The results are those in f64."""
+    target = target_for("x86_64-unknown-linux-gnu", "x86-64-v4", ("avx512bf16",))
+    rng, made = np.random.default_rng(8), {1: 2, 2: 2, 3: 4, 4: 4}
+    for channels, image in itertools.product(made, ((9,), (7, 9), (5, 6, 7))):
+        g, dims = rlx.Graph("few"), ((2, channels, *image), (6, channels, *(3 for _ in image)))
+        given = {name: rng.standard_normal(d).astype(bf16.numpy) for name, d in zip("xw", dims)}
+        g.set_outputs([rlx.conv(*(g.input(name, d, bf16) for name, d in zip("xw", dims)), low=1, high=1, strides=2)])
+        steps = lower(g, target, rlx.CompileOptions()).steps
+        (product,) = [s for step in steps for s in step.kernel.body if isinstance(s, Contract)]
+        assert isinstance(product.a, Operand) and product.a.col_stride == 1
+        assert product.k == made[channels] * 3 ** len(image) and all(n == 3 * made[channels] for n, _ in product.a.col_levels[:1])
+        (got,), want = rlx.Session("cpu").compile(g).run(given), evaluate(g, given)[0][0]
+        np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.parametrize("dtype", [f32, bf16], ids=str)

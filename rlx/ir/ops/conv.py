@@ -17,7 +17,7 @@ from rlx.ir.dtype import DType, holds
 from rlx.ir.node import Value
 from rlx.ir.op import Kind, Sample
 from rlx.ir.ops.contract import flatten_matmul, products
-from rlx.ir.ops.index import pad
+from rlx.ir.ops.index import copy, pad
 from rlx.ir.ops.reduce import sum
 from rlx.ir.ops.rules import static_dim
 from rlx.ir.ops.view import reshape, transpose
@@ -25,6 +25,7 @@ from rlx.ir.ops.windows import ConvolutionAttrs, Ints, from_last, taps, to_last,
 from rlx.ir.shape import DimLike, Shape
 
 FEW = 4  # channels
+LONG_ROW = 7  # elements of a row of a window, which are copied together where channels are first
 SEVERAL = 4  # results of one channel, from which they are columns of a product
 
 
@@ -80,13 +81,22 @@ def _conv(attrs: ConvAttrs, x: Value, w: Value, b: Value | None = None) -> Value
     return from_last(made, attrs.channels_last)
 
 
-def _last(attrs: ConvAttrs, x: Value, w: Value, *b: Value) -> Value | None:
-    """OpDef.last: also of the weights. Few channels are padded as they are: elements of a line stay adjacent."""
+def _last(attrs: ConvAttrs, x: Value, w: Value, *b: Value, pairs: bool = False) -> Value | None:
+    """OpDef.last: also of the weights. Few channels are padded as they are: elements of a line stay adjacent. Where products of
+    `pairs` are summed at once, few channels are copied to be adjacent themselves, an even number of them."""
     if attrs.channels_last:
         return None
     w, how = transpose(w, axes=(*range(2, w.rank), 1, 0)), {**vars(attrs), "channels_last": True}
     low, high = (attrs.each(name, w.rank - 2) for name in ("low", "high"))
-    if x.shape.static[1] <= FEW and any(low + high):
+    channels, (row, _, out) = x.shape.static[1], w.shape.static[-3:]
+    odd = channels % 2
+    if pairs and channels <= FEW and attrs.groups == 1 and out > FEW and (not odd or row < LONG_ROW):
+        x = to_last(x, False)
+        if odd:
+            x = pad(x, low=(0,) * x.rank, high=(*(0 for _ in x.dims[1:]), 1))
+            w = pad(w, low=(0,) * w.rank, high=(*(0 for _ in w.dims[2:]), 1, 0))
+        return from_last(conv(copy(x), w, *b, **how), False)
+    if channels <= FEW and any(low + high):
         x = pad(x, low=(0, 0, *low), high=(0, 0, *high))
         how |= {"low": 0, "high": 0}
     return from_last(conv(to_last(x, False), w, *b, **how), False)
