@@ -151,10 +151,12 @@ def test_emulated(processor: str) -> None:
         pytest.skip(f"no emulated aarch64: {why}")
     wanted = "products or convolutions or attention or rounding" if processor == "max" else "products or convolutions and 4"
     says = "import sys, host_llvm, pytest; from rlx.host.processor import host_features; print(*host_features()[2:])"
-    tests = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", __file__, "-k", f"({wanted}) and not emulated"]
+    # Without plugins and the conftest: emulated, what they import takes longer than these tests, which use none of it
+    tests = ["-q", "-p", "no:cacheprovider", "--noconftest", "-o", "addopts=", __file__, "-k", f"({wanted}) and not emulated"]
     with host_llvm.serving() as address:
         run = f"{says}; host_llvm.use({address!r}, {compiler_version()!r}); sys.exit(pytest.main(sys.argv[1:]))"
         command = here.command("-c", run, *tests, cpu=processor)
-        done = subprocess.run(command, env=here.environment(), capture_output=True, text=True, check=False)
+        env = {**here.environment(), "RLX_CACHE": "0", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     for found in (f"^{PROCESSORS[processor]}$", r"^\d+ passed, \d+ deselected"):
         assert done.returncode == 0 and re.search(found, done.stdout, re.M), done.stdout[-3000:] + done.stderr[-3000:]

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -634,3 +635,25 @@ def test_weights_of_few_columns_are_rounded_to_16_bits_ahead_of_runs() -> None:
     root, env = Path(__file__).parents[1], {**os.environ, "RLX_CACHE": "0"}
     done = subprocess.run([sys.executable, "-c", CUT], cwd=root, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_threads_that_first_need_a_target_at_once_wait_until_all_of_it_is_there() -> None:
+    """LLVM ends the process where a machine is made of a target of which only a part is registered."""
+    calls, others, early = list[str](), list[threading.Thread](), list[str]()
+
+    def called(name: str, *_: Any) -> Any:
+        calls.append(name)
+        if name == "InitializeAllTargetInfos" and not others:
+            others.append(threading.Thread(target=llvm.Machine, args=(functions, *machine)))
+            others[0].start()
+            others[0].join(0.1)  # it would go on here
+        if name == "CreateTargetMachine" and "InitializeAllAsmPrinters" not in calls:
+            early.append(name)
+        return "InitializeAllTargetInfos" in calls if name != "DisposeString" else None
+
+    names = ["GetTargetFromTriple", "CreateTargetMachine", *llvm.SHORT, *llvm.LONG]
+    functions = {name: partial(called, name) for name in names}
+    machine = "aarch64-linux-gnu", "generic", ""
+    llvm.Machine(functions, *machine)
+    others[0].join()
+    assert not early and calls.count("InitializeAllTargetInfos") == 1

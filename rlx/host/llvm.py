@@ -144,11 +144,12 @@ class Machine:
         """`f`: see `load`. Rejected: LLVM does not know the triple."""
         self._f = f
         self._triple, fault = triple.encode(), P()
-        if not (target := f["GetTargetFromTriple"](self._triple, fault)):
-            self._string(fault)
-            for name in ("TargetInfos", "Targets", "TargetMCs", "AsmPrinters"):  # another architecture than this one
-                f[f"InitializeAll{name}"]()
-            target = f["GetTargetFromTriple"](self._triple, fault)
+        with _loading:  # no thread finds a target of which another has registered a part
+            if not (target := f["GetTargetFromTriple"](self._triple, fault)):
+                self._string(fault)
+                for name in ("TargetInfos", "Targets", "TargetMCs", "AsmPrinters"):  # another architecture than this one
+                    f[f"InitializeAll{name}"]()
+                target = f["GetTargetFromTriple"](self._triple, fault)
         if not target:
             raise Rejected(self._string(fault))
         reloc, model, jit = SETTINGS.values()
