@@ -110,7 +110,7 @@ SOME_TILINGS += [Tiling(64, 88, turns=True), Tiling(128, 32, parts=4, swapped=Tr
 def test_every_kind_of_tiling_compiles():
     assert not any(t.turns and t.parts > 1 for t in TILINGS)  # the sums are exchanged by both groups at once
     tensor = [on_tensor_cores(product(512, 1024, 2048), tiling=t) for t in SOME_TILINGS]
-    fma = [by_fma(product(512, 1024, 2048, "f32"), size=s) for s in SIZES]
+    fma = [by_fma(product(512, 1024, 2048, "f32"), size=s) for s in SIZES[::2]]
     for found in (*tensor, *fma):
         assert found and cubin(text_of(found, "kernel"), "sm_90a")
 
