@@ -23,7 +23,7 @@ from itertools import permutations
 import numpy as np
 
 from rlx.backends.cuda.attention import AttentionLaunch, in_chunks, native_of
-from rlx.backends.cuda.chain_pieces import Pieces, pieces_of
+from rlx.backends.cuda.chain_pieces import MOST_ROW, Pieces, pieces_of
 from rlx.backends.cuda.fronts import Footprint, Unknown, front_of
 from rlx.backends.cuda.gemv import contract_of
 from rlx.backends.cuda.gemv_blocks import BlocksLaunch
@@ -138,6 +138,8 @@ def product_of(n: int, program: Program, kernel: Kernel) -> Product:
     region = {buffer: program.buffers[a].region for buffer, a in zip(kernel.buffers, step.args)}
     if fault := pieces.fault():
         raise Refused(fault)
+    if pieces.row > MOST_ROW:
+        raise Refused(f"a row of {c.k} elements leaves too little shared memory for weights")
     if c.n % pieces.unit or region[pieces.weights.buffer] not in NEVER_WRITTEN:
         raise Refused(f"the weights are not known before the run, or their columns are no multiple of {pieces.unit}")
     made = _row_of(n, kernel, c, {x for x, r in region.items() if r not in NEVER_WRITTEN})

@@ -17,6 +17,7 @@ from rlx.ir.kernel import Const, Contract, Operand
 WARPS, WARP_ELEMENTS, PART = 8, 128, 1024  # that compute; elements of a row that each has of a part of it
 UNIT, COLUMN_BYTES = 8, 2 * PART  # plain columns of a piece; bytes of one
 SUMS = 64  # columns whose sums meet at once
+MOST_ROW = 128 << 10  # bytes of shared memory for a row: more would leave too little for weights
 PAD, ZEROS = 32, 128  # bytes behind the digits of a row, which spread them over the banks; zeros for the lanes of a warp
 
 
@@ -119,4 +120,4 @@ def pieces_of(c: Contract) -> Pieces:
     return Panels(c) if c.b.blocks else Columns(c)
 
 
-__all__ = ["PART", "SUMS", "WARPS", "WARP_ELEMENTS", "Panels", "Pieces", "pieces_of"]
+__all__ = ["MOST_ROW", "PART", "SUMS", "WARPS", "WARP_ELEMENTS", "Panels", "Pieces", "pieces_of"]
