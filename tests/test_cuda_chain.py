@@ -120,6 +120,24 @@ def test_a_chain_compiles_without_spills_and_fits_a_block(name, form):
     assert report.spilled == report.stack == 0 and made.shared + report.shared <= 227 << 10
 
 
+@pytest.mark.parametrize(("columns", "early"), [(4096, True), (6144, False)])
+def test_ends_of_gated_columns_are_loaded_early_only_where_a_block_ends_them_at_once(columns, early):
+    """32 results at once of pairs of columns: a block has up to 32 of 4,096 and 48 of 6,144."""
+    g = rlx.Graph("gated")
+    x = g.input("x", (1, 1024), "bf16")
+    for i in range(6):
+        y = x @ rlx.transpose(g.param(f"w{i}", (2 * columns, 1024), "bf16"))
+        bias = g.param(f"b{i}", (columns,), "bf16")
+        x = x + (rlx.silu(y[:, :columns] + bias) * y[:, columns:]) @ rlx.transpose(g.param(f"d{i}", (1024, columns), "bf16"))
+    g.set_outputs([x])
+    program = lower(g, HOPPER, rlx.CompileOptions())
+    (found,) = chains(program)
+    text = written(found, program, BLOCKS).text
+    ends = [part.split("const auto end")[0] for part in text.split("const auto ahead")[1:]]
+    gated = [s for s in found.stages if isinstance(s, Product) and s.contract.also is not None]
+    assert gated and any("early0 =" in part for part in ends[:1]) == early
+
+
 def test_the_table_has_an_entry_for_each_operand():
     program = decoder(MODELS["qwen3"])
     (found,) = chains(program)

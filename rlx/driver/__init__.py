@@ -26,15 +26,22 @@ if TYPE_CHECKING:
     from rlx.driver.symmetric import LocalTransport, Rank, SymmetricBuffer, SymmetricHeap, SymmetricTransport
     from rlx.driver.transports.shm import ShmTransport
 
+_MODULES = ("collective", "experts", "launch", "symmetric", "transports")
 _LATER: dict[str, str] = {"ShmTransport": "transports.shm", "connect": "launch"}
 _LATER |= dict.fromkeys(("LocalTransport", "Rank", "SymmetricBuffer", "SymmetricHeap", "SymmetricTransport"), "symmetric")
 _LATER |= dict.fromkeys(("ReduceKind", "all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"), "collective")
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})
 
 
 __all__ = [

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from rlx.driver.experts import ExpertTiers
 
+_MODULES = ("agree", "experts", "pool")
 _LATER = {
     "Profile": "rlx.explain.profile", "ExpertPool": "rlx.runtime.pool", "ExpertTiers": "rlx.driver.experts",
     **dict.fromkeys(("Partitioned", "partition"), "rlx.compiler.partition"),
@@ -43,9 +44,15 @@ _LATER = {
 
 def __getattr__(name: str) -> object:
     """Partitioning, profiles, pools of experts and what ranks need are imported on first use."""
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LATER.get(name, "rlx.driver")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})
 
 
 __all__ = [

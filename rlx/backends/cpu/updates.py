@@ -71,8 +71,8 @@ def short_lines_together(kernel: Kernel, target: Target) -> Kernel:
     (copy, updates, last), (*grid, (column, lines)), (line,) = found, kernel.grid, kernel.locals
     place = last.body[0].index  # type: ignore[union-attr]
     across, along = coefficient(place, column), coefficient(place, last.var)
-    if along == 1 and across == line.size < SHORT_LINE:
-        most = min(SEVERAL // max(1, line.size), lines // target.threads)
+    if along == 1 and 0 < across == line.size < SHORT_LINE:
+        most = min(SEVERAL // line.size, lines // target.threads)
         count = next((n for n in range(most, 0, -1) if lines % n == 0), 1)
     else:
         count = lines if (across, along) == (1, lines) and lines < LANES and lines * line.size <= MOST_SEVERAL else 1

@@ -52,7 +52,7 @@ class Pieces(ABC):
 class Columns(Pieces):
     def __init__(self, contract: Contract) -> None:
         super().__init__(contract)
-        self.unit, self.finished, self.piece = UNIT // self.both, SUMS, UNIT * COLUMN_BYTES
+        self.unit, self.finished, self.piece = UNIT // self.both, SUMS // self.both, UNIT * COLUMN_BYTES
         self.nbytes, self.row = 2 * contract.width * contract.k, self.parts * COLUMN_BYTES
 
     def fault(self) -> str | None:

@@ -40,7 +40,8 @@ def long_totals(kernel: Kernel) -> Kernel:
 
 def totals_in_blocks(loop: Loop) -> tuple[Stmt, ...]:
     """The loop in blocks, if it carries one long total in lanes: each is in f32 and begins with that of those before it, in f64.
-    The factors of a block are multiplied in f64 once more, since rounding errors of products add up from block to block."""
+    What a block adds or multiplies is combined in f64 once more: rounding errors of products add up from block to block, and the
+    sum of a block alone may be no f32 where all totals are."""
     if len(loop.carries) != 1 or not loop.in_lanes or not (found := _long_total(loop)):
         return (loop,)
     (c,), (op, added), block, before = loop.carries, found, Var("block"), Var("before", f64)
@@ -48,7 +49,7 @@ def totals_in_blocks(loop: Loop) -> tuple[Stmt, ...]:
     def block_from(first: Expr, extent: int) -> tuple[Let, Loop]:
         at, start, total = Var(loop.var.name), Var("start", f32), Var(c.var.name, f32)
         body, following, own = substitute((loop.body, c.next, added), {loop.var: k.add(first, at), c.var: total})
-        own = k.cast(own, f64) if op == "mul" else own
+        own = k.cast(own, f64)
         reduces, carries = (Reduce(Var("own", own.dtype), op, own),), (Carry(total, start, following),)
         return Let(start, k.cast(before, f32)), Loop(at, extent, body, vector=True, reduces=reduces, carries=carries)
 

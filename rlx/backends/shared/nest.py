@@ -151,8 +151,9 @@ def joined(dims: Dims, body: tuple[Stmt, ...]) -> tuple[Dims, tuple[Stmt, ...]]:
     for at in range(len(made) - 2, -1, -1):
         (high, n), (low, m) = made[at : at + 2]
         if 1 in (n, m) or _linear(body, high, low, m):
-            made[at : at + 2] = [(low, n * m)] if n > 1 < m else [(low, m) if n == 1 else (high, n)]
-            body = substitute(body, {low if m == 1 < n else high: K.const(0)})
+            kept, gone = (high, low) if m == 1 != n else (low, high)
+            made[at : at + 2] = [(kept, n * m)]
+            body = substitute(body, {gone: K.const(0)})
     return made, body
 
 
