@@ -71,7 +71,7 @@ def short_lines_together(kernel: Kernel, target: Target) -> Kernel:
     (copy, updates, last), (*grid, (column, lines)), (line,) = found, kernel.grid, kernel.locals
     place = last.body[0].index  # type: ignore[union-attr]
     across, along = coefficient(place, column), coefficient(place, last.var)
-    if along == 1 and 0 < across == line.size < SHORT_LINE:
+    if along == 1 and line.size and across == line.size < SHORT_LINE:
         most = min(SEVERAL // line.size, lines // target.threads)
         count = next((n for n in range(most, 0, -1) if lines % n == 0), 1)
     else:
