@@ -57,8 +57,8 @@ class _Sinking:
     def new(self, node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         results = keep(node, inputs)
         node = results[0].node
-        pairs = {"pairs": True} if node.op.name == "conv" and self.compilation.target.step(inputs[0].dtype.name) == 2 else {}
-        if node.op.last is not None and (made := node.op.last(node.attrs, *inputs, **pairs)) is not None:
+        step = self.compilation.target.step(inputs[0].dtype.name) if node.op.last is not None else 0
+        if node.op.last is not None and (made := node.op.last(node.attrs, step, *inputs)) is not None:
             made = expand(node, self.new, _named_inside(made, node))
             self.turned |= {v: (v.node.inputs[0], transposed_axes(v.node)) for v in made if v.node.op is TRANSPOSE}
             return made

@@ -1,5 +1,5 @@
-"""Devices, buffers, arenas, command streams, collectives, and the interface that a backend implements. What ranks
-need is imported on first use."""
+"""Devices, buffers, arenas, command streams, collectives, and the interface that a backend implements. Modules for ranks are
+imported on first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

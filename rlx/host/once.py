@@ -72,9 +72,9 @@ LONGEST = 0.02  # seconds to wait for a thread that has begun: it may itself wai
 class Ahead(Generic[Key]):
     """Calls a function with items given one by one, in up to `threads` threads, which end when nothing is left, or the process is
     about to end. Of those that wait, the one of the largest `weight` is next. Keeps the results as long as it is kept. Faults are
-    left to those who ask for the results. `handed`, if given, is set when the function needs no GIL for long: whoever gives an
-    item for which a thread begins waits until then, since that thread would get the GIL back only after 5 ms, each time that it
-    gives it away."""
+    left to those who ask for the results. `handed`, if given, is set when the function needs no GIL for long: a caller waits
+    for it where a thread begins with its item, since that thread would get the GIL back only after 5 ms, each time that it gives
+    it away."""
 
     def __init__(
         self, make: Callable[[Key], object], threads: int, weight: Callable[[Key], Any] = lambda item: 0,

@@ -175,8 +175,8 @@ class OpDef:
     # (partition, attrs, *Value) -> a (Value, Placement) per result: the op on one rank's shards of its operands
     # (rlx.compiler.partition); None: follow its kind or decomposition; a str: the reason why it needs replicated operands
     partitioned: Callable[..., Any] | None = None
-    # COMPOSITE on [batch, channels, *spatial]: (attrs, *Value) -> the same value by the op with channels last, between
-    # transposes; None: it has channels last already. conv takes `pairs`: products of two are summed at once
+    # COMPOSITE on [batch, channels, *spatial]: (attrs, Target.step of the first operand, *Value) -> the same value by the op with
+    # channels last, between transposes; None: it has channels last already
     last: Callable[..., Any] | None = None
     # (attrs, axes, *Shape) -> the attributes that change where dim i of the result, and of each operand of role "x", is
     # dim axes[i] of this one's; None: there are none. POINTWISE and REDUCE follow from other fields

@@ -43,7 +43,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> object:
-    """Partitioning, profiles, pools of experts and what ranks need are imported on first use."""
+    """Partitioning, profiles, pools of experts and modules for ranks are imported on first use."""
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
     if name not in __all__:

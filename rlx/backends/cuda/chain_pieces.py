@@ -120,4 +120,4 @@ def pieces_of(c: Contract) -> Pieces:
     return Panels(c) if c.b.blocks else Columns(c)
 
 
-__all__ = ["MOST_ROW", "PART", "SUMS", "WARPS", "WARP_ELEMENTS", "Panels", "Pieces", "pieces_of"]
+__all__ = ["MOST_ROW", "SUMS", "WARPS", "Panels", "Pieces", "pieces_of"]

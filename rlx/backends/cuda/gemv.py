@@ -61,9 +61,9 @@ def contract_of(kernel: Kernel, most_rows: int, pairs: bool = False, blocks: boo
     c = next((s for s in kernel.body if isinstance(s, Contract)), None)
     if c is None or c.rows or (c.also and not pairs) or c.acc.dtype != f32 or not 0 < c.m <= most_rows or 0 in (c.n, c.k):
         return None
-    plain = not any(isinstance(x, Operand) and (x.panel or (x.blocks and not blocks)) for x in (c.a, c.b))
-    plain = plain and isinstance(c.b, Operand)
-    return c if plain and all(x.var is c.i for x in kernel.limits) else None
+    packed = any(isinstance(x, Operand) and (x.panel or (x.blocks and not blocks)) for x in (c.a, c.b))
+    fits = isinstance(c.b, Operand) and not packed and all(x.var is c.i for x in kernel.limits)
+    return c if fits else None
 
 
 def loops_of(c: Contract) -> list[Loop]:

@@ -40,8 +40,8 @@ def long_totals(kernel: Kernel) -> Kernel:
 
 def totals_in_blocks(loop: Loop) -> tuple[Stmt, ...]:
     """The loop in blocks, if it carries one long total in lanes: each is in f32 and begins with that of those before it, in f64.
-    What a block adds or multiplies is combined in f64 once more: rounding errors of products add up from block to block, and the
-    sum of a block alone may be no f32 where all totals are."""
+    The addends or factors of a block are combined in f64 once more: rounding errors of products add up from block to block, and
+    the sum of a block alone may be no f32 where all totals are."""
     if len(loop.carries) != 1 or not loop.in_lanes or not (found := _long_total(loop)):
         return (loop,)
     (c,), (op, added), block, before = loop.carries, found, Var("block"), Var("before", f64)

@@ -81,16 +81,16 @@ def _conv(attrs: ConvAttrs, x: Value, w: Value, b: Value | None = None) -> Value
     return from_last(made, attrs.channels_last)
 
 
-def _last(attrs: ConvAttrs, x: Value, w: Value, *b: Value, pairs: bool = False) -> Value | None:
-    """OpDef.last: also of the weights. Few channels are padded as they are: elements of a line stay adjacent. Where products of
-    `pairs` are summed at once, few channels are copied to be adjacent themselves, an even number of them."""
+def _last(attrs: ConvAttrs, step: int, x: Value, w: Value, *b: Value) -> Value | None:
+    """OpDef.last: also of the weights. Few channels are padded as they are: elements of a line stay adjacent. Where two
+    products are summed in a step, few channels are copied to be adjacent themselves, an even number of them."""
     if attrs.channels_last:
         return None
     w, how = transpose(w, axes=(*range(2, w.rank), 1, 0)), {**vars(attrs), "channels_last": True}
     low, high = (attrs.each(name, w.rank - 2) for name in ("low", "high"))
     channels, (row, _, out) = x.shape.static[1], w.shape.static[-3:]
     odd = channels % 2
-    if pairs and channels <= FEW and attrs.groups == 1 and out > FEW and (not odd or row < LONG_ROW):
+    if step == 2 and channels <= FEW and attrs.groups == 1 and out > FEW and (not odd or row < LONG_ROW):
         x = to_last(x, False)
         if odd:
             x = pad(x, low=(0,) * x.rank, high=(*(0 for _ in x.dims[1:]), 1))

@@ -87,7 +87,7 @@ def _phases(window: int, stride: int, dilation: int) -> list[_Phases]:
 
 def _conv_transpose(attrs: ConvTransposeAttrs, x: Value, w: Value, b: Value | None = None) -> Value:
     if not attrs.channels_last:
-        made = _last(attrs, x, w, *([] if b is None else [b]))
+        made = _last(attrs, 1, x, w, *([] if b is None else [b]))
         assert made is not None
         return made
     (batch, *dims, _), (*window, _, out), count = x.dims, w.shape.static, w.rank - 2
@@ -146,7 +146,7 @@ def _cut(x: Value, first: Sequence[int], sizes: Sequence[int]) -> Value:
     return pad(x, low=(0, *low, 0), high=(0, *high, 0)) if any(low + high) else x
 
 
-def _last(attrs: ConvTransposeAttrs, x: Value, w: Value, *b: Value) -> Value | None:
+def _last(attrs: ConvTransposeAttrs, step: int, x: Value, w: Value, *b: Value) -> Value | None:
     """OpDef.last: also of the weights."""
     if attrs.channels_last:
         return None

@@ -160,7 +160,7 @@ POOLS = (
 )  # fmt: skip
 max_pool = op(
     "max_pool", kind=Kind.COMPOSITE, infer=_pooled, attrs=PoolAttrs, dtypes="fiu", reference=_max_array, decompose=_max_pool,
-    last=lambda a, x: _last(max_pool, a, x), samples=POOLS,
+    last=lambda a, step, x: _last(max_pool, a, x), samples=POOLS,
     doc="The greatest element of each window of x [batch, channels, *spatial], or with channels_last [batch, *spatial, "
     "channels]; NaN if one is. Padding is -inf, or the least integer. Windows are `strides` apart, by default 1.",
 )  # fmt: skip
@@ -224,7 +224,7 @@ def _lp_array(attrs: LpPoolAttrs, x: np.ndarray) -> np.ndarray:
 
 avg_pool = op(
     "avg_pool", kind=Kind.COMPOSITE, infer=_pooled, attrs=AvgPoolAttrs, reference=_avg_array, decompose=_avg_pool,
-    last=lambda a, x: _last(avg_pool, a, x),
+    last=lambda a, step, x: _last(avg_pool, a, x),
     samples=(
         *POOLS[:5], Sample(((2, 3, 6, 9),), {"window": (3, 2), "strides": 2, "low": 1, "high": 1, "count_padding": True}),
         Sample(((1, 2, 6),), {"window": 3, "strides": 2, "low": 1, "high": 1, "extra": 1, "count_padding": True}),
@@ -235,7 +235,7 @@ avg_pool = op(
 )  # fmt: skip
 lp_pool = op(
     "lp_pool", kind=Kind.COMPOSITE, infer=_pooled, attrs=LpPoolAttrs, reference=_lp_array, decompose=_lp_pool,
-    last=lambda a, x: _last(lp_pool, a, x),
+    last=lambda a, step, x: _last(lp_pool, a, x),
     samples=(*POOLS[:4], Sample(((1, 2, 6),), {"window": 3, "p": 1.0}), Sample(((1, 2, 6),), {"window": 3, "p": 3.0})),
     doc="The p-norm of each window, as max_pool takes them: the p-th root of the sum of |x| to the p. Padding is 0.",
 )  # fmt: skip
