@@ -1,14 +1,15 @@
 """Decoding one token at a time on one GPU, random weights: rlx, and where asked torch.compile beside it.
 
     python benchmarks/cuda_decode.py [--shape 0.6b 1b 8b] [--weights bf16 q8_0 q4_k] [--batch 1 8 32] [--context 128 4096]
-        [--engines torch.compile eager] [--tokens 64] [--layers N] [--kernels]
+        [--engines launches torch.compile eager] [--tokens 64] [--layers N] [--kernels]
 
 The likeliest token is fed back on the device. `replay` is the graph of a token alone; `wall` is a token as Python sees it, which
 reads every token, once the next one is queued (as `rlx generate` does); torch's wall is the same, with events. TB/s counts the
 weights that a token needs, and the share is of the rate at which `torch.sum` reads 4 GB in this run; `cache` is the rate with the
 keys and values. `off`: by how many standard deviations of the logits the token that rlx chose first is behind the best one of a
 network in f32 with the same weights (torch); 0 where they choose the same.
-torch multiplies bf16 weights, also beside packed ones of rlx.
+torch multiplies bf16 weights, also beside packed ones of rlx. `launches` is rlx with a launch for each product, instead of one for all
+layers (a chain).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -34,6 +36,7 @@ import rlx
 from benchmarks.cuda_decode_torch import Decoder
 from benchmarks.cuda_measure import header, kernel_times, wait_all
 from benchmarks.qwen_shape import CONFIG
+from rlx.backends.cuda import code
 from rlx.frontends.models.decoder import DecoderConfig, build
 from rlx.frontends.models.families import config_of
 from rlx.ir.blocks import FORMATS
@@ -97,8 +100,9 @@ def made(config: DecoderConfig, form: str) -> Weights:
 class Ours:
     """rlx, from a graph that chooses the likeliest token and feeds it back."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights, network: Decoder) -> None:
+    def __init__(self, config: DecoderConfig, weights: Weights, network: Decoder, name: str = "") -> None:
         graph = build(config, network.batch, 1, network.capacity, weights.form, cache="bf16", steps=())
+        graph.name += name  # a session keeps programs by their graph
         begun = time.perf_counter()
         self.compiled, self.network = rlx.Session("cuda").compile(graph), network
         self.seconds = time.perf_counter() - begun
@@ -142,6 +146,13 @@ def timed(begin: Callable[[], object], step: Callable[[], object], tokens: int, 
     return statistics.median(times)
 
 
+def by_launches(config: DecoderConfig, weights: Weights, network: Decoder) -> tuple[Callable[[], object], ...]:
+    """As `Decoder.engine`: calls that begin, run and read back a token, of rlx without chains."""
+    with patch.object(code, "in_chains", lambda program, launches, *rest: launches):
+        ours = Ours(config, weights, network, "_launches")
+    return ours.begin, ours.queue, ours.ahead
+
+
 def one(config: DecoderConfig, shape: str, form: str, batch: int, context: int, read: float, args: Any) -> None:
     weights = made(config, form)
     network = Decoder(config, weights.plain, batch, context, context + args.tokens + 1)
@@ -169,7 +180,7 @@ def one(config: DecoderConfig, shape: str, form: str, batch: int, context: int, 
     del ours
     for engine in args.engines:
         begun = time.perf_counter()
-        begin, step, read_back = network.engine(engine)
+        begin, step, read_back = by_launches(config, weights, network) if engine == "launches" else network.engine(engine)
         seconds = time.perf_counter() - begun
         alone, whole_step = (timed(begin, call, args.tokens) for call in (step, read_back))
         print(
@@ -187,7 +198,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", nargs="+", type=int, default=[value])
     for name, value in (("tokens", 64), ("layers", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--engines", nargs="*", default=[], choices=("torch.compile", "eager"))
+    parser.add_argument("--engines", nargs="*", default=[], choices=("launches", "torch.compile", "eager"))
     parser.add_argument("--kernels", action="store_true", help="the launches with their times")
     args = parser.parse_args()
     where = header()

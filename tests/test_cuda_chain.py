@@ -44,9 +44,9 @@ FAMILIES = {
         "model_type": "qwen3", "hidden_size": 1152, "num_attention_heads": 18, "num_key_value_heads": 6, "num_hidden_layers": 3,
     },
     "packed": {
-        "model_type": "qwen3", "vocab_size": 1024, "hidden_size": 768, "intermediate_size": 5376, "num_attention_heads": 12,
+        "model_type": "qwen3", "vocab_size": 1024, "hidden_size": 1280, "intermediate_size": 5376, "num_attention_heads": 20,
         "num_key_value_heads": 4,
-    },
+    },  # panels shared by blocks, beside whole ones and alone
 }  # fmt: skip
 PACKED = ("q8_0", "q4_0", "q5_0", "q4_k", "q5_k", "q6_k", "mixed")  # formats
 
@@ -179,18 +179,42 @@ def owners(s: Product) -> list[set[int]]:
     """The columns of each block."""
     unit = 32 if s.pieces.weights.blocks else 8 if s.contract.also is None else 4
     groups = s.contract.n // unit
-    cuts = [groups * b // BLOCKS * unit for b in range(BLOCKS + 1)]
-    return [set(range(a, b)) for a, b in zip(cuts, cuts[1:])]
+    cuts = [groups * b // BLOCKS for b in range(BLOCKS + 1)]
+    if s.pieces.weights.blocks:  # as many whole panels as each block can have, then every so many blocks one of the rest
+        whole = groups // BLOCKS
+        cuts = [whole * b for b in range(BLOCKS + 1)]
+    out = [set(range(a * unit, b * unit)) for a, b in zip(cuts, cuts[1:])]
+    for n in range(cuts[-1], groups):
+        out[(n - cuts[-1]) * BLOCKS // (groups - cuts[-1])] |= set(range(n * unit, (n + 1) * unit))
+    return out
+
+
+def helpers(s: chain.Stage) -> list[tuple[int, int]]:
+    """Blocks that tell another one their share of its sums: (block, the other)."""
+    if isinstance(s, Attention):
+        heads, splits = splits_of(s)
+        return [(head * splits + n, head * splits) for head in range(heads) for n in range(1, splits)]
+    if not (words := s.pieces.words(BLOCKS)):
+        return []
+    rest = s.contract.n // 32 % BLOCKS
+    shares = 1 + words // (rest * 32 * (1 if s.contract.also is None else 2))
+    return [(n * BLOCKS // rest + share, n * BLOCKS // rest) for n in range(rest) for share in range(1, shares)]
+
+
+def splits_of(s: Attention) -> tuple[int, int]:
+    """Heads, and the blocks of each."""
+    heads = s.native.inputs[0].dims[1]
+    return heads, next(2**n for n in range(3, -1, -1) if 2**n * heads <= BLOCKS)
 
 
 def readers(s: chain.Stage, buffer: int, program: Program) -> Iterator[tuple[int, set[int]]]:
     """The blocks that read words of a buffer, and which."""
     size = program.buffers[buffer].shape.num_elements
     if isinstance(s, Product):
-        yield from ((b, set(range(size))) for b, own in enumerate(owners(s)) if own)
+        busy = {b for b, own in enumerate(owners(s)) if own} | {b for b, _ in helpers(s)}
+        yield from ((b, set(range(size))) for b in sorted(busy))
         return
-    heads = s.native.inputs[0].dims[1]
-    splits, tiles = next(2**n for n in range(3, -1, -1) if 2**n * heads <= BLOCKS), s.at.tiles
+    (heads, splits), tiles = splits_of(s), s.at.tiles
     for b in range(0, heads * splits, splits):  # the blocks with the first share always read
         tile = b // splits // (heads // tiles)
         yield b, {first + tile * by + i for first, by, n in s.ranges[buffer] for i in range(n)}
@@ -199,8 +223,7 @@ def readers(s: chain.Stage, buffer: int, program: Program) -> Iterator[tuple[int
 def writers(s: chain.Stage, buffer: int, program: Program) -> list[set[int]]:
     if isinstance(s, Product):
         return owners(s)
-    _, heads, _, size = s.native.inputs[0].dims
-    splits = next(2**n for n in range(3, -1, -1) if 2**n * heads <= BLOCKS)
+    (heads, splits), size = splits_of(s), s.native.inputs[0].dims[3]
     out = [set[int]() for _ in range(BLOCKS)]
     for head in range(heads):
         out[head * splits] = set(range(head * size, (head + 1) * size))
@@ -237,10 +260,14 @@ def faults(found: Chain, program: Program) -> list[str]:
         for (stage, a), (first, _) in found.areas.items():
             if stage != i:
                 continue
-            active = [b for b, own in enumerate(writers(s, a, program)) if own] if a >= 0 else []
-            if first in before and a >= 0:
+            active = [b for b, own in enumerate(writers(s, a, program)) if own] if a >= 0 else [b for b, _ in helpers(s)]
+            if first in before:
                 last, those = before[first]
                 out += [f"stage {i} writes words of {last}" for b in active for c in those if c != b and done[b, c] < last]
+        for b, other in helpers(s):
+            done[other] = np.maximum(done[other], done[b])
+        if (i, -1) in found.areas:
+            before[found.areas[i, -1][0]] = i, sorted({other for _, other in helpers(s)})
         done[np.arange(BLOCKS), np.arange(BLOCKS)] = i
         ends.append(done.copy())
         for a in program.steps[s.step].writes & found.words:

@@ -36,6 +36,11 @@ RLX_FN uint4 rlx_hear_words(const uint32_t* at) {
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(got.x), "=r"(got.y), "=r"(got.z), "=r"(got.w) : "l"(at) : "memory");
   return got;
 }
+RLX_FN uint32_t rlx_hear_word(const uint32_t* at, uint32_t mark) {
+  uint32_t got;
+  do asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(got) : "l"(at) : "memory"); while ((got ^ mark) & 1);
+  return got;
+}
 RLX_FN bool rlx_marked(uint4 got, uint32_t mark) { return !(((got.x ^ mark) | (got.y ^ mark) | (got.z ^ mark) | (got.w ^ mark)) & 1); }
 /* An entry of the table: an address of words, with its first mark, and whether the mark changes from run to run. */
 RLX_FN uint32_t* rlx_words_at(uint64_t entry) { return (uint32_t*)(entry & ~7ull); }
@@ -90,17 +95,30 @@ RLX_FN void rlx_chain_feed(rlx_chain_copies& own, unsigned char* ring, uint64_t*
     }
   }
 }
+/* The panels of a block, of GROUPS in all: as many whole ones as every block has, and a share of the parts of one of the rest, which it
+   computes first. The owner of a panel has share 0 of its SHARES, the blocks behind it the others; it ends the panel's columns. */
+template <int GROUPS, int PARTS, int SHARES> struct rlx_chain_panels {
+  static constexpr int WHOLE = GROUPS / RLX_CHAIN_BLOCKS, REST = GROUPS % RLX_CHAIN_BLOCKS;
+  const int rest = (int)((blockIdx.x + 1) * REST - 1) / RLX_CHAIN_BLOCKS; /* the last one whose owner is not behind this block */
+  const int share = blockIdx.x - rest * RLX_CHAIN_BLOCKS / (REST ? REST : 1), first = REST && share < SHARES ? -1 : 0;
+  /* Panel n of the block, from `first` on; -1: the one of the rest. */
+  __device__ int panel(int n) const { return n < 0 ? WHOLE * RLX_CHAIN_BLOCKS + rest : blockIdx.x * WHOLE + n; }
+  __device__ int low(int n) const { return n < 0 ? PARTS * share / SHARES : 0; }
+  __device__ int high(int n) const { return n < 0 ? PARTS * (share + 1) / SHARES : PARTS; }
+};
 /* Pieces of PART bytes, 1024 elements, of a panel of PANEL bytes. HALVES 2: panels of a second product take turns with those of the
    first one. */
-template <int N, int K, int SLOTS, int WINDOW, int PACE, int PANEL, int PART, int HALVES>
+template <int N, int K, int SLOTS, int WINDOW, int PACE, int SHARES, int PANEL, int PART, int HALVES>
 RLX_FN void rlx_chain_feed_panels(rlx_chain_copies& own, unsigned char* ring, uint64_t* filled, uint64_t* used, const unsigned char* weights) {
   constexpr int PARTS = (K + 1023) / 1024, GROUPS = N / 32;
-  const int lane = threadIdx.x % 32, last = rlx_chain_first<GROUPS>(blockIdx.x + 1) * HALVES;
+  const int lane = threadIdx.x % 32;
+  const rlx_chain_panels<GROUPS, PARTS, SHARES> mine;
   #pragma unroll 1
-  for (int turn = rlx_chain_first<GROUPS>(blockIdx.x) * HALVES; turn < last; turn++) {
-    const unsigned char* const from = weights + (long long)(turn / HALVES + turn % HALVES * GROUPS) * PANEL;
+  for (int turn = mine.first * HALVES; turn < mine.WHOLE * HALVES; turn++) {
+    const int n = turn < 0 ? -1 : turn / HALVES, half = turn & HALVES - 1, high = mine.high(n);
+    const unsigned char* const from = weights + (long long)(mine.panel(n) + half * GROUPS) * PANEL;
     #pragma unroll 1
-    for (int part = 0; part < PARTS; part++) {
+    for (int part = mine.low(n); part < high; part++) {
       const int bytes = part == PARTS - 1 ? PANEL - part * PART : PART;
       rlx_chain_await_slot<SLOTS, WINDOW, PACE>(own, filled, used);
       rlx_ring_expect(filled + own.place, bytes, lane);
@@ -412,7 +430,7 @@ template <class T> RLX_FN bool rlx_chain_meet(const rlx_chain_share& of, uint32_
     const uint32_t* const from = area + (n - 1) * PITCH;
     uint4 ends = rlx_hear_words(from + T::SIZE);
     uint32_t word = mark;
-    if (threadIdx.x < T::SIZE) do asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from + threadIdx.x) : "memory"); while ((word ^ mark) & 1);
+    if (threadIdx.x < T::SIZE) word = rlx_hear_word(from + threadIdx.x, mark);
     while (!rlx_marked(ends, mark)) ends = rlx_hear_words(from + T::SIZE);
     const float other = rlx_of_word(ends.x), best = fmaxf(top, other), mine = rlx_exp2_of(top - best), theirs = rlx_exp2_of(other - best);
     total = total * mine + rlx_of_word(ends.y) * theirs, out = out * mine + rlx_of_word(word) * theirs, top = best;

@@ -445,8 +445,8 @@ def _areas(
     for i, s in enumerate(stages):
         told = sorted(_results(s, program) & heard)
         wanted = [(a, copies * pitch_of(program.buffers[a].shape.num_elements), read[a]) for a in told]
-        if isinstance(s, Attention):
-            wanted.append((-1, shares_of(s, multiprocessors)[1], i))
+        if count := shares_of(s, multiprocessors)[1] if isinstance(s, Attention) else s.pieces.words(multiprocessors):
+            wanted.append((-1, pitch_of(count), i))
         for a, count, until in wanted:
             until_now = i - (3 if isinstance(s, Attention) else 2)
             fits = [x for x in free if x[0] == count and any(whole[x[2] : until_now + 1])]
@@ -467,7 +467,7 @@ def shares_of(s: Attention, multiprocessors: int) -> tuple[int, int]:
     splits = 1
     while splits < SPLITS and 2 * splits * heads <= multiprocessors:
         splits *= 2
-    return splits, pitch_of(heads * (splits - 1) * (size + 4))
+    return splits, heads * (splits - 1) * (size + 4)
 
 
 def pitch_of(count: int) -> int:

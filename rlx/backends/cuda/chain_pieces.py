@@ -41,12 +41,16 @@ class Pieces(ABC):
         """The reason why the ring cannot have them; None: it can."""
 
     @abstractmethod
-    def copies(self, how: str) -> str:
+    def copies(self, how: str, blocks: int) -> str:
         """The function that copies the weights, with its template arguments; the first of them are given."""
 
     @abstractmethod
-    def product(self, how: str) -> str:
+    def product(self, how: str, blocks: int) -> str:
         """The function that multiplies, in the same way."""
+
+    def words(self, blocks: int) -> int:
+        """Sums that blocks with a share of the same columns tell each other."""
+        return 0
 
 
 class Columns(Pieces):
@@ -64,11 +68,11 @@ class Columns(Pieces):
             return f"columns of {c.k} weights are not adjacent, or no multiple of {WARP_ELEMENTS}"
         return None
 
-    def copies(self, how: str) -> str:
+    def copies(self, how: str, blocks: int) -> str:
         pitch = 2 * self.weights.col_stride
         return f"rlx_chain_feed<{how}, {pitch}ll, {pitch * self.contract.n * (self.both - 1)}ll>"
 
-    def product(self, how: str) -> str:
+    def product(self, how: str, blocks: int) -> str:
         return f"rlx_chain_product<{how}, {str(self.weights.dtype == f16).lower()}>"
 
 
@@ -97,12 +101,21 @@ class Panels(Pieces):
         whole = isinstance(b.offset, Const) and int(b.offset.value) % 16 == 0
         return None if whole else "the weights do not begin at whole 16 bytes"
 
-    def copies(self, how: str) -> str:
-        return f"rlx_chain_feed_panels<{how}, {self.panel}, {self.piece}, {self.both}>"
+    def shares(self, blocks: int) -> int:
+        """Blocks that compute parts of a panel, of those that are left where every block has as many whole ones. Without a whole
+        one its owner waits for the sums of the others, so that a share has more than one part."""
+        whole, rest = divmod(self.contract.n // PANEL, blocks)
+        return max(1, min(blocks // rest, self.parts if whole else self.parts // 2)) if rest else 1
 
-    def product(self, how: str) -> str:
+    def words(self, blocks: int) -> int:
+        return self.contract.n // PANEL % blocks * (self.shares(blocks) - 1) * PANEL * self.both
+
+    def copies(self, how: str, blocks: int) -> str:
+        return f"rlx_chain_feed_panels<{how}, {self.shares(blocks)}, {self.panel}, {self.piece}, {self.both}>"
+
+    def product(self, how: str, blocks: int) -> str:
         packed = self.turn.panel.packed
-        return f"{self.space}::rlx_chain_blocks<{how}, {packed.block // STEP}, {packed.nbytes}>"
+        return f"{self.space}::rlx_chain_blocks<{how}, {self.shares(blocks)}, {packed.block // STEP}, {packed.nbytes}>"
 
     @property
     def space(self) -> str:

@@ -150,10 +150,17 @@ class ProductWriter(StageWriter):
         self.reading = False
         self.end()
         flags, more = ", ".join(str(x).lower() for x in (c.also is not None, p.square is not None)), f"rlx_more_{KIND}"
-        product = p.pieces.product(f"{c.n}, {c.k}, RLX_SLOTS, {flags}, {more}")
-        self.line(f"{product}(own, hear, ready, fetch, make, ahead, end);")
+        product = p.pieces.product(f"{c.n}, {c.k}, RLX_SLOTS, {flags}, {more}", self.blocks)
+        self.line(f"{product}(own, hear, ready, fetch, make, ahead, end{self.shares()});")
         parameters = "rlx_chain& own, const uint64_t* row, uint32_t run"
         return f"struct {more} {{{fields} }};\n" + self.finished(f"rlx_stage_{KIND}", parameters, "own, row, run")
+
+    def shares(self) -> str:
+        """Arguments: the words by which blocks tell each other sums of the same columns, and their mark."""
+        if self.product.pieces.words(self.blocks):
+            entry = self.entry(self.operands.words(self.number, -1))
+            return f", rlx_words_at({entry}), rlx_mark_of({entry}, run)"
+        return ", 0, 0" * bool(self.product.pieces.weights.blocks)
 
     def weights(self) -> str:
         p, c, stages = self.product, self.contract, self.operands.chain.stages
@@ -165,7 +172,7 @@ class ProductWriter(StageWriter):
         window, pace = (windows[size], PACES[size]) if self.number < last else (windows[size] + MORE, 0)
         assert isinstance(b.offset, Const)
         first = f"(const unsigned char*){place} + {int(b.offset.value) * b.buffer.dtype.itemsize}ll"
-        return f"{p.pieces.copies(f'{c.n}, {c.k}, RLX_SLOTS, {window}, {pace}')}(own, rlx_shared, filled, used, {first});"
+        return f"{p.pieces.copies(f'{c.n}, {c.k}, RLX_SLOTS, {window}, {pace}', self.blocks)}(own, rlx_shared, filled, used, {first});"
 
     def listen(self) -> None:
         """`hear(d)`: four elements of the row from d on, as f32 or as words; `ready`: whether these have come."""

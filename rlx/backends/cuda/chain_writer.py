@@ -18,7 +18,9 @@ from rlx.backends.cuda.schedule import COPIED, LARGEST, RESERVED, WARP
 from rlx.ir.program import Program
 from rlx.records import record
 
-THREADS = WARP * (WARPS + 4)  # registers are given to four warps at a time, of which one copies
+# warps that copy, which is one of them: packed products compute with the registers of three more, since registers are given to four
+# warps at a time; plain ones need none of them and are slower beside (Llama-1B on an H200 0.626 ms instead of 0.593)
+COPYING, COPYING_PACKED = 1, 4
 MOST_SLOTS = 12  # of the ring
 OWN_SUMS, SQUARES = 2 * WARPS * SUMS, 2 * WARPS  # numbers: sums of columns, and of norms
 FRONT = 128  # bytes in front of the words: the number of the run
@@ -30,7 +32,7 @@ NAME = "RLX_CHAIN_NAME"  # in place of the kernel's name
 class ChainText:
     """`table`: entries (HEADS, a number), (ARGUMENT, n) for argument n of the steps' (the buffers of each, then `more`), and
     (WORDS, n) for words n bytes behind the address of the chain's memory, whose first `words` bytes are in front of the table.
-    `direct`: arguments behind that address. `stages`: steps of each stage."""
+    `direct`: arguments behind that address. `threads`: of a block. `stages`: steps of each stage."""
 
     text: str
     table: tuple[Entry, ...]
@@ -38,6 +40,7 @@ class ChainText:
     words: int
     shared: int
     blocks: int
+    threads: int
     more: tuple[tuple[str, ...], ...]
     stages: tuple[int, ...]
 
@@ -71,46 +74,51 @@ def written(chain: Chain, program: Program, blocks: int) -> ChainText:
     area = max(-(-row_bytes(s, chain, program, blocks) // COPIED) * COPIED for s in chain.stages)
     held = area + 4 * (OWN_SUMS + SQUARES) + 8 * len(kinds.table)
     pieces = [s.pieces for s in chain.stages if isinstance(s, Product)]
+    packed = [x for x in pieces if isinstance(x, Panels)]
     piece = -(-max(x.piece for x in pieces) // COPIED) * COPIED
     slots = min(MOST_SLOTS, (LARGEST - RESERVED - held - 16 * MOST_SLOTS) // piece)
     heads = next((s for s in chain.stages if isinstance(s, Attention)), None)
-    words = FRONT + 4 * chain.size
+    words, threads = FRONT + 4 * chain.size, WARP * (WARPS + (COPYING_PACKED if packed else COPYING))
     lines = [
         f"constexpr int RLX_CHAIN_BLOCKS = {blocks}, RLX_SLOTS = {slots}, RLX_PIECE = {piece}, RLX_COPIES = {chain.copies};",
         *(_header(x) for x in ("ring.h", "gemv_ring.h", "chain.h")),
-        *dict.fromkeys(x.header for x in pieces if isinstance(x, Panels)),
+        *dict.fromkeys(x.header for x in packed),
         *(heads_text(heads, blocks) if heads else ()), *kinds.texts,
-        *_kernel(kinds, operands, heads, area, words),
+        *_kernel(kinds, operands, heads, area, words, threads),
     ]  # fmt: skip
     table = tuple((kind, value + FRONT if kind == WORDS else value) for kind, value in kinds.table)
     stages = tuple(len(stage) for launch in chain.launches for stage in launch)
     shared = slots * (piece + 16) + held
-    return ChainText("\n".join(lines), table, tuple(operands.direct), words, shared, blocks, tuple(operands.more), stages)
+    return ChainText("\n".join(lines), table, tuple(operands.direct), words, shared, blocks, threads, tuple(operands.more), stages)
 
 
-def _kernel(kinds: _Kinds, operands: Operands, heads: Attention | None, area: int, words: int) -> Iterator[str]:
+def _kernel(
+    kinds: _Kinds, operands: Operands, heads: Attention | None, area: int, words: int, threads: int
+) -> Iterator[str]:
     entries, stages = len(kinds.table), len(operands.chain.stages)
     direct = "".join(f", unsigned long long direct{n}" for n in range(len(operands.direct)))
     early = [f"if (({{0}}[0] & 255) == {kind}) rlx_stage_{kind}_early(keys, {{0}}, position);" for kind in kinds.attends]
-    yield f'extern "C" __global__ void __launch_bounds__({THREADS}, 1)\n{NAME}(unsigned char* const base{direct}) {{'
+    yield f'extern "C" __global__ void __launch_bounds__({threads}, 1)\n{NAME}(unsigned char* const base{direct}) {{'
     yield f"  extern __shared__ __align__({COPIED}) unsigned char rlx_shared[];"
     yield "  unsigned char* const area = rlx_shared + RLX_SLOTS * RLX_PIECE;"
     yield f"  float *const sums = (float*)(area + {area}), *const squares = sums + {OWN_SUMS};"
     yield f"  uint64_t *const table = (uint64_t*)(squares + {SQUARES}), *const filled = table + {entries};"
     yield "  uint64_t* const used = filled + RLX_SLOTS;"
     yield "  rlx_start_next();"
-    yield f"  for (int n = threadIdx.x; n < {entries}; n += {THREADS}) table[n] = ((const uint64_t*)(base + {words}))[n];"
+    yield f"  for (int n = threadIdx.x; n < {entries}; n += {threads}) table[n] = ((const uint64_t*)(base + {words}))[n];"
     yield f"  if (threadIdx.x / 32 == {WARPS}) rlx_ring_begin(filled, RLX_SLOTS, {WARPS}, threadIdx.x % 32);"
     yield "  __syncthreads();"
     yield f"  if (threadIdx.x / 32 >= {WARPS}) {{  // weights do not wait for the kernels in front"
-    yield f"    rlx_chain_registers<false>();\n    if (threadIdx.x / 32 > {WARPS}) return;"
+    if more := threads > WARP * (WARPS + COPYING):
+        yield f"    rlx_chain_registers<false>();\n    if (threadIdx.x / 32 > {WARPS}) return;"
     yield "    rlx_chain_copies own = {0, 0, 0, 0, 0};"
     yield "    #pragma unroll 1"
     yield f"    for (const uint64_t* row = table; (row[0] & 255) != {DONE}; row += row[0] >> 8)"
     yield "      switch (row[0] & 255) {"
     yield from (f"        case {kind}: {feed} break;" for kind, feed in enumerate(kinds.feeds) if feed)
     yield "      }\n    return;\n  }"
-    yield "  rlx_chain_registers<true>();\n  rlx_begin();"
+    yield "  rlx_chain_registers<true>();" * more
+    yield "  rlx_begin();"
     yield "  const uint32_t run = *(const volatile uint32_t*)base;"
     yield "  rlx_chain own = {rlx_shared, area, filled, used, sums, squares, 0, 0, 0, 0};"
     if heads:
@@ -141,4 +149,4 @@ def _header(name: str) -> str:
     return (Path(__file__).parent / name).read_text()
 
 
-__all__ = ["ARGUMENT", "HEADS", "NAME", "THREADS", "WORDS", "ChainText", "written"]
+__all__ = ["ARGUMENT", "HEADS", "NAME", "WORDS", "ChainText", "written"]

@@ -16,7 +16,6 @@ from typing import Any
 from rlx.backends.cuda import attention, direct, flash
 from rlx.backends.cuda.chain import Chain, in_chains
 from rlx.backends.cuda.chain_writer import NAME, ChainText, written
-from rlx.backends.cuda.chain_writer import THREADS as CHAIN_THREADS
 from rlx.backends.cuda.contract import Tile, TileWriter, has_tiles, in_sums, tiled
 from rlx.backends.cuda.dialect import prelude
 from rlx.backends.cuda.fma import FmaLaunch, FmaWriter, by_fma, by_rows
@@ -208,7 +207,7 @@ def compile_kernels(
         name = f"rlx_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
         if isinstance(stages, ChainText):
             text = prologue(False) + stages.text.replace(NAME, name)
-            sizes = (stages.blocks, CHAIN_THREADS, stages.shared, 0, 0)
+            sizes = (stages.blocks, stages.threads, stages.shared, 0, 0)
             chained = stages.table, stages.direct, stages.words
             return CudaCode(name, text, cubin(text, arch), *sizes, stages.more, (), (), stages.stages, (), *chained)
         (kernel, *others), *later = stages
