@@ -8,8 +8,8 @@ reads every token, once the next one is queued (as `rlx generate` does); torch's
 weights that a token needs, and the share is of the rate at which `torch.sum` reads 4 GB in this run; `cache` is the rate with the
 keys and values. `off`: by how many standard deviations of the logits the token that rlx chose first is behind the best one of a
 network in f32 with the same weights (torch); 0 where they choose the same.
-torch multiplies bf16 weights, also beside packed ones of rlx. `launches` is rlx with a launch for each product, instead of one for all
-layers (a chain).
+torch multiplies bf16 weights, also beside packed ones of rlx. `launches` is rlx with a launch for each product, instead of one
+for all layers (a chain).
 """
 
 from __future__ import annotations

@@ -180,12 +180,12 @@ def owners(s: Product) -> list[set[int]]:
     unit = 32 if s.pieces.weights.blocks else 8 if s.contract.also is None else 4
     groups = s.contract.n // unit
     cuts = [groups * b // BLOCKS for b in range(BLOCKS + 1)]
-    if s.pieces.weights.blocks:  # as many whole panels as each block can have, then every so many blocks one of the rest
+    if s.pieces.weights.blocks:  # as many whole panels as each block can have, then every so many blocks one of the rest, from the last block on
         whole = groups // BLOCKS
         cuts = [whole * b for b in range(BLOCKS + 1)]
     out = [set(range(a * unit, b * unit)) for a, b in zip(cuts, cuts[1:])]
     for n in range(cuts[-1], groups):
-        out[(n - cuts[-1]) * BLOCKS // (groups - cuts[-1])] |= set(range(n * unit, (n + 1) * unit))
+        out[BLOCKS - 1 - (n - cuts[-1]) * BLOCKS // (groups - cuts[-1])] |= set(range(n * unit, (n + 1) * unit))
     return out
 
 
@@ -198,7 +198,8 @@ def helpers(s: chain.Stage) -> list[tuple[int, int]]:
         return []
     rest = s.contract.n // 32 % BLOCKS
     shares = 1 + words // (rest * 32 * (1 if s.contract.also is None else 2))
-    return [(n * BLOCKS // rest + share, n * BLOCKS // rest) for n in range(rest) for share in range(1, shares)]
+    ends = [BLOCKS - 1 - n * BLOCKS // rest for n in range(rest)]
+    return [(end - share, end) for end in ends for share in range(1, shares)]
 
 
 def splits_of(s: Attention) -> tuple[int, int]:

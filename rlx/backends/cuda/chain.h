@@ -96,15 +96,16 @@ RLX_FN void rlx_chain_feed(rlx_chain_copies& own, unsigned char* ring, uint64_t*
   }
 }
 /* The panels of a block, of GROUPS in all: as many whole ones as every block has, and a share of the parts of one of the rest, which it
-   computes first. The owner of a panel has share 0 of its SHARES, the blocks behind it the others; it ends the panel's columns. */
+   computes first. The owner of a panel has share 0 of its SHARES, the blocks in front of it the others; it ends the panel's columns. */
 template <int GROUPS, int PARTS, int SHARES> struct rlx_chain_panels {
   static constexpr int WHOLE = GROUPS / RLX_CHAIN_BLOCKS, REST = GROUPS % RLX_CHAIN_BLOCKS;
-  const int rest = (int)((blockIdx.x + 1) * REST - 1) / RLX_CHAIN_BLOCKS; /* the last one whose owner is not behind this block */
-  const int share = blockIdx.x - rest * RLX_CHAIN_BLOCKS / (REST ? REST : 1), first = REST && share < SHARES ? -1 : 0;
+  const int behind = RLX_CHAIN_BLOCKS - 1 - blockIdx.x; /* blocks; owners are counted from the last one */
+  const int rest = ((behind + 1) * REST - 1) / RLX_CHAIN_BLOCKS; /* the last panel whose owner is this block or one behind */
+  const int share = behind - rest * RLX_CHAIN_BLOCKS / (REST ? REST : 1), first = REST && share < SHARES ? -1 : 0;
   /* Panel n of the block, from `first` on; -1: the one of the rest. */
   __device__ int panel(int n) const { return n < 0 ? WHOLE * RLX_CHAIN_BLOCKS + rest : blockIdx.x * WHOLE + n; }
-  __device__ int low(int n) const { return n < 0 ? PARTS * share / SHARES : 0; }
-  __device__ int high(int n) const { return n < 0 ? PARTS * (share + 1) / SHARES : PARTS; }
+  __device__ int low(int n) const { return SHARES > 1 && n < 0 ? PARTS * share / SHARES : 0; }
+  __device__ int high(int n) const { return SHARES > 1 && n < 0 ? PARTS * (share + 1) / SHARES : PARTS; }
 };
 /* Pieces of PART bytes, 1024 elements, of a panel of PANEL bytes. HALVES 2: panels of a second product take turns with those of the
    first one. */

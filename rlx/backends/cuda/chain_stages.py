@@ -172,7 +172,8 @@ class ProductWriter(StageWriter):
         window, pace = (windows[size], PACES[size]) if self.number < last else (windows[size] + MORE, 0)
         assert isinstance(b.offset, Const)
         first = f"(const unsigned char*){place} + {int(b.offset.value) * b.buffer.dtype.itemsize}ll"
-        return f"{p.pieces.copies(f'{c.n}, {c.k}, RLX_SLOTS, {window}, {pace}', self.blocks)}(own, rlx_shared, filled, used, {first});"
+        copies = p.pieces.copies(f"{c.n}, {c.k}, RLX_SLOTS, {window}, {pace}", self.blocks)
+        return f"{copies}(own, rlx_shared, filled, used, {first});"
 
     def listen(self) -> None:
         """`hear(d)`: four elements of the row from d on, as f32 or as words; `ready`: whether these have come."""

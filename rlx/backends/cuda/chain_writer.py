@@ -18,8 +18,8 @@ from rlx.backends.cuda.schedule import COPIED, LARGEST, RESERVED, WARP
 from rlx.ir.program import Program
 from rlx.records import record
 
-# warps that copy, which is one of them: packed products compute with the registers of three more, since registers are given to four
-# warps at a time; plain ones need none of them and are slower beside (Llama-1B on an H200 0.626 ms instead of 0.593)
+# warps that copy, which is one of them: packed products compute with the registers of three more, since registers are given to
+# four warps at a time; plain ones need none of them and are slower beside (Llama-1B on an H200 0.626 ms instead of 0.593)
 COPYING, COPYING_PACKED = 1, 4
 MOST_SLOTS = 12  # of the ring
 OWN_SUMS, SQUARES = 2 * WARPS * SUMS, 2 * WARPS  # numbers: sums of columns, and of norms
@@ -89,7 +89,8 @@ def written(chain: Chain, program: Program, blocks: int) -> ChainText:
     table = tuple((kind, value + FRONT if kind == WORDS else value) for kind, value in kinds.table)
     stages = tuple(len(stage) for launch in chain.launches for stage in launch)
     shared = slots * (piece + 16) + held
-    return ChainText("\n".join(lines), table, tuple(operands.direct), words, shared, blocks, threads, tuple(operands.more), stages)
+    direct, more = tuple(operands.direct), tuple(operands.more)
+    return ChainText("\n".join(lines), table, direct, words, shared, blocks, threads, more, stages)
 
 
 def _kernel(
