@@ -17,7 +17,7 @@ import rlx
 from rlx.backends.cuda import attention, vectors
 from rlx.backends.cuda.backend import CudaBackend, target
 from rlx.backends.cuda.chain import Chain
-from rlx.backends.cuda.code import cubin, launch_of, text_of
+from rlx.backends.cuda.code import commits_of, cubin, launch_of, text_of
 from rlx.backends.cuda.code import launches_of as found_launches
 from rlx.backends.cuda.contract import Tile
 from rlx.backends.cuda.fma import SIZES, FmaLaunch, by_fma
@@ -528,6 +528,19 @@ def test_small_kernels_are_stages_of_one_launch_in_the_order_of_their_values():
         done |= frozenset().union(*(s.writes for s in steps))
     assert [len(stages) for stages in launches] == [2, 1, 1] and len(stages[0]) == 2
     assert all(len(stages) == 1 for stages in launches_of(program, "sm_80")), "no clusters there"
+
+
+def test_small_states_are_committed_by_one_launch_and_large_ones_by_their_own():
+    g = rlx.Graph("g")
+    x = g.input("x", (4, 64), "f32")
+    states = [g.handle(rlx.BufferHandle(name, shape, "f32")) for name, shape in zip("abc", [(4, 64), (64,), (4096, 4096)])]
+    for state, value in zip(states, [x + states[0], states[1] * 2.0, rlx.transpose(states[2]) + 1.0]):
+        g.assign(state, value)
+    g.set_outputs([x])
+    program = lower(g, HOPPER, rlx.CompileOptions())
+    names = [sorted(program.buffers[b].name or "" for n in stage for b in program.commit[n].writes)
+             for stages in commits_of(program, "sm_90a") for stage in stages]  # fmt: skip
+    assert sorted(names) == [["a", "b"], ["c"]]
 
 
 def test_a_kernel_does_not_move_in_front_of_one_whose_memory_it_reuses():

@@ -180,9 +180,8 @@ def owners(s: Product) -> list[set[int]]:
     unit = 32 if s.pieces.weights.blocks else 8 if s.contract.also is None else 4
     groups = s.contract.n // unit
     cuts = [groups * b // BLOCKS for b in range(BLOCKS + 1)]
-    if s.pieces.weights.blocks:  # as many whole panels as each block can have, then every so many blocks one of the rest, from the last block on
-        whole = groups // BLOCKS
-        cuts = [whole * b for b in range(BLOCKS + 1)]
+    if s.pieces.weights.blocks:  # as many whole panels as each block can have, then some blocks one more, from the last one on
+        cuts = [groups // BLOCKS * b for b in range(BLOCKS + 1)]
     out = [set(range(a * unit, b * unit)) for a, b in zip(cuts, cuts[1:])]
     for n in range(cuts[-1], groups):
         out[BLOCKS - 1 - (n - cuts[-1]) * BLOCKS // (groups - cuts[-1])] |= set(range(n * unit, (n + 1) * unit))

@@ -154,7 +154,7 @@ def test_a_footprint_has_the_indices_of_every_point():
 
 def test_keys_are_loaded_early_where_no_launch_in_front_writes_them():
     artifact = CudaBackend().compile(decoder(QWEN))
-    found = [(x, group) for x, group in zip(artifact.coded["steps"], artifact.launches) if len(x.early) == 3]
+    found = [(x, group) for x, group in zip(artifact.coded["steps"], artifact.launches["steps"]) if len(x.early) == 3]
     assert len(found) == 2
     for x, group in found:
         step = artifact.program.steps[group[-1]]
@@ -167,7 +167,7 @@ def test_a_multiprocessor_has_room_for_attention_and_both_products_behind_it():
     sizes = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072}
     artifact = CudaBackend().compile(decoder(QWEN | sizes))
     codes = list(spaced(artifact.coded["steps"], 132))
-    origins = [artifact.program.steps[group[-1]].kernel.origin for group in artifact.launches]
+    origins = [artifact.program.steps[group[-1]].kernel.origin for group in artifact.launches["steps"]]
     places = [n for n, origin in enumerate(origins) if "attention" in origin]
     assert len(places) == 2
     for n in places:

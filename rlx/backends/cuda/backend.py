@@ -15,6 +15,7 @@ from typing import Any
 from rlx.backends.cuda import attention, direct, gemv_blocks, gemv_ring, scatter, segments, splits, turned
 from rlx.backends.cuda.code import (
     CudaCode,
+    commits_of,
     compile_kernels,
     compiler_version,
     kernels_of,
@@ -24,7 +25,7 @@ from rlx.backends.cuda.code import (
     ptx,
     support,
 )
-from rlx.backends.cuda.executable import THREADS_EACH, CudaArtifact, CudaExecutable, spaced
+from rlx.backends.cuda.executable import LAUNCHED, THREADS_EACH, CudaArtifact, CudaExecutable, alone, spaced
 from rlx.backends.cuda.gemv import MOST_ROWS
 from rlx.backends.cuda.gpu import Functions, count, gpu, refusal
 from rlx.backends.cuda.memory import CudaMemory
@@ -97,10 +98,12 @@ class CudaBackend:
         sections = dict(sections_of(program))
         wanted["sections"] = [[[kernel]] for kernel in sections.values()]
         wanted["steps"] = [kernels_of(launch, program, count) for launch in launches]
+        commits = commits_of(program, arch, count)
+        wanted["commit"] = [[[program.commit[n].kernel for n in stage] for stage in stages] for stages in commits]
         found = codes.of_keys({key_of(stages): stages for launched in wanted.values() for stages in launched}, progress)
         coded = {name: [found[key_of(stages)] for stages in launched] for name, launched in wanted.items()}
-        order, alone = tuple(map(order_of, launches)), coded.pop("sections")
-        return CudaArtifact(program, coded, order, support(arch), dict(zip(sections, alone)), apart=apart)
+        order = {"steps": tuple(map(order_of, launches)), "commit": tuple(map(order_of, commits))}
+        return CudaArtifact(program, coded, order, support(arch), dict(zip(sections, coded.pop("sections"))), apart=apart)
 
     def compiler(self) -> str:
         return compiler_version()
@@ -123,13 +126,13 @@ class CudaBackend:
         helpers, *cubins = parts
         made = [CudaCode.read(row, cubin) for row, cubin in zip(code["codes"], cubins, strict=True)]
         coded = {name: [made[i] for i in whole(code["coded"][name])] for name in program.phases}
-        launches = tuple(tuple(whole(group)) for group in code["launches"])
-        if sorted(n for group in launches for n in group) != list(range(len(program.steps))):
-            raise ValueError("the launches are not the steps of the program")
+        launches = {name: tuple(tuple(whole(group)) for group in code["launches"][name]) for name in LAUNCHED}
         for name, steps in program.phases.items():
-            groups = [[steps[n] for n in group] for group in launches] if name == "steps" else [[step] for step in steps]
+            groups = launches[name] if name in LAUNCHED else alone(steps)
+            if sorted(n for group in groups for n in group) != list(range(len(steps))):
+                raise ValueError("the launches are not the steps of the program")
             for group, found in zip(groups, coded[name], strict=True):
-                if not group[0].kernel.collective and not len(found.more) == len(group) == sum(found.stages or (1,)):
+                if not steps[group[0]].kernel.collective and not len(found.more) == len(group) == sum(found.stages or (1,)):
                     raise ValueError(f"{found.name} is not the code of {len(group)} kernels")
         sections = {range(len(program.prepare))[i]: made[at] for i, at in (whole(row) for row in code["sections"])}
         return CudaArtifact(program, coded, launches, helpers, sections, texts)

@@ -50,15 +50,23 @@ COPY_BYTES = 256 * 16  # bytes that a block of rlx_copy moves at once
 COPY_BLOCKS = 1024  # at most
 
 
+LAUNCHED = ("steps", "commit")  # phases whose steps share launches
+Groups = tuple[tuple[int, ...], ...]  # the steps of each launch
+
+
+def alone(steps: Sequence[Step]) -> Groups:
+    return tuple((n,) for n in range(len(steps)))
+
+
 @record
 class CudaArtifact:
-    """Artifact protocol (rlx.driver.backend). `coded`: by phase, the code of each step, or of each launch of a run. `launches`:
-    those, as numbers of steps. `support`: the machine code of support.h. `sections`: of steps that prepare weights of experts,
+    """Artifact protocol (rlx.driver.backend). `coded`: by phase, the code of each step, or of each launch. `launches`: those of
+    LAUNCHED, as numbers of steps. `support`: the machine code of support.h. `sections`: of steps that prepare weights of experts,
     the code for one expert. `apart`: why steps of a token are in no chain (chain.py)."""
 
     program: Program
     coded: Mapping[str, Sequence[CudaCode]]
-    launches: tuple[tuple[int, ...], ...]
+    launches: Mapping[str, Groups]
     support: bytes
     sections: Mapping[int, CudaCode] = field(default_factory=dict)
     written: Callable[[], dict[str, str]] | None = None
@@ -74,7 +82,7 @@ class CudaArtifact:
             return self.written()
         labels, texts = kernel_labels(self.program), {}
         for name, steps in self.program.phases.items():
-            groups = self.launches if name == "steps" else [(n,) for n in range(len(steps))]
+            groups = self.launches[name] if name in LAUNCHED else alone(steps)
             for group, code in zip(groups, self.coded[name], strict=True):
                 why = f"// not in a chain: {self.apart[group[-1]]}\n" if name == "steps" and group[-1] in self.apart else ""
                 texts |= {labels[steps[n].kernel]: why + code.text for n in group}
@@ -122,7 +130,7 @@ class CudaExecutable(Transacted):
         self._graphs: WeakKeyDictionary[HandleStore, dict[str, Any]] = WeakKeyDictionary()  # of stores that were used before
         self.starters: WeakSet[Any] = WeakSet()  # of machine code calls
         self.artifact, self.functions = artifact, functions
-        order = [n for group in artifact.launches for n in group]
+        order = [n for group in artifact.launches["steps"] for n in group]
         names = [more for code in artifact.coded["steps"] for more in code.more or [()]]
         self.checks = {n: i for i, n in enumerate(n for n, more in zip(order, names, strict=True) if "status" in more)}
         may_fail = [n in self.checks for n in range(len(order))]
@@ -360,12 +368,13 @@ class CudaExecutable(Transacted):
 
     @property
     def commit_launches(self) -> list[Launch]:
-        return [(code, [(None, step)]) for code, step in zip(self.artifact.coded["commit"], self.program.commit, strict=True)]
+        launches = zip(self.artifact.coded["commit"], self.artifact.launches["commit"], strict=True)
+        return [(code, [(None, self.program.commit[n]) for n in group]) for code, group in launches]
 
     @cached_property
     def step_launches(self) -> list[Launch]:
         codes = spaced(self.artifact.coded["steps"], self.gpu.facts["multiprocessors"])
-        launches = zip(codes, self.artifact.launches, strict=True)
+        launches = zip(codes, self.artifact.launches["steps"], strict=True)
         return [(code, [(n, self.program.steps[n]) for n in group]) for code, group in launches]
 
     @cached_property
