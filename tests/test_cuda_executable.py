@@ -418,7 +418,7 @@ def test_an_artifact_that_is_not_whole_is_refused(driver: FakeDriver) -> None:
     (name, sizes, *rest), *others = head["codes"]
     for changed in (
         {"launches": {**artifact.launches, "steps": artifact.launches["steps"][1:]}},
-        {"launches": {**artifact.launches, "commit": ()}}, {"coded": head["coded"] | {"steps": [1]}}, {"codes": others},
+        {"launches": {**artifact.launches, "commit": ((0,),)}}, {"coded": head["coded"] | {"steps": [1]}}, {"codes": others},
         {"codes": [[name, [-1, *sizes[1:]], *rest], *others]}, {"codes": [[name, sizes, [["halt", "x"]], *rest[1:]], *others]},
     ):  # fmt: skip
         with pytest.raises((ValueError, IndexError)):
