@@ -89,8 +89,8 @@ def _last(attrs: ConvAttrs, step: int, x: Value, w: Value, *b: Value) -> Value |
     w, how = transpose(w, axes=(*range(2, w.rank), 1, 0)), {**vars(attrs), "channels_last": True}
     low, high = (attrs.each(name, w.rank - 2) for name in ("low", "high"))
     channels, (row, _, out) = x.shape.static[1], w.shape.static[-3:]
-    odd = channels % 2
-    if step == 2 and channels <= FEW and attrs.groups == 1 and out > FEW and (not odd or row < LONG_ROW):
+    odd, apart = channels % 2, attrs.each("dilation", w.rank - 2)[-1] > 1
+    if step == 2 and channels <= FEW and attrs.groups == 1 and out > FEW and (not odd or row < LONG_ROW or apart):
         x = to_last(x, False)
         if odd:
             x = pad(x, low=(0,) * x.rank, high=(*(0 for _ in x.dims[1:]), 1))

@@ -8,6 +8,8 @@ into addresses when the code is generated, so that a tile's loop has only loads,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
+from math import prod
 
 from rlx.backends.cpu.abi import LINE
 from rlx.backends.cpu.dots import Dot
@@ -18,6 +20,7 @@ from rlx.ir.dtype import DType
 from rlx.ir.kernel import Levels
 from rlx.records import record
 
+UNROLLED = 64  # copies of vectors in the code of a row's levels
 HALF_OFFSETS = 0x40404040  # 64 for each element of a group of four: half of what is subtracted to make a u8 an i8
 
 
@@ -257,15 +260,47 @@ def stage_levels_function(
     e: Emitter, start: V, out: V, first: V, stop: V, columns: int, source: Layout, to: Layout, lanes: int, group: int
 ) -> None:
     """Rows `first` to `stop` of a matrix in levels, as stage_rows_function has them, except that rows of `to` are padded to one
-    vector more. `start`: where row 0 is."""
-    run = source.col_levels[0][0] if source.col_levels else columns
+    vector more. `start`: where row 0 is. Inner levels of up to UNROLLED copies have no loops: their places are constants."""
+    lanes, counts = lanes if source.column == 1 else 1, [count for count, _ in source.col_levels]
+    sizes, strides = [*counts, columns // prod(counts)], [source.column, *(stride for _, stride in source.col_levels)]
+
+    def copied(level: int, here: V, there: V) -> None:
+        """All columns of the levels up to this one."""
+        inner = prod(sizes[:level])
+        if level == 0 or inner * sizes[level] // min(lanes, sizes[0]) <= UNROLLED:
+            for picks in product(*(range(n) for n in reversed(sizes[1 : level + 1]))):
+                at = sum(n * stride for n, stride in zip(reversed(picks), strides[1:]))
+                to_at = sum(n * prod(sizes[: k + 1]) for k, n in enumerate(reversed(picks)))
+                places = e.gep(here, at * source.dtype.itemsize), e.gep(there, to.byte(0, to_at))
+                _copy_run(e, *places, sizes[0], source, to, lanes, unrolled=True)
+            return
+        with e.loop(0, sizes[level]) as at:
+            place = step(e, here, at.index, strides[level] * source.dtype.itemsize)
+            copied(level - 1, place, step(e, there, at.index, to.byte(0, inner)))
+
     with e.loop(first, stop) as row:
         line, copy = source.at(e, start, row.index), to.at(e, out, e.bin("sub", row.index, first))
-        with e.loop(0, columns, run) as at:
-            here, there = source.at(e, line, 0, at.index), to.at(e, copy, 0, at.index)
-            stage_rows_function(e, here, there, e.i64(1), run, source, to, lanes)
+        copied(len(sizes) - 1, line, copy)
         for column in range(columns, -(-columns // group) * group):
             e.store(e.const(stored(to.dtype), 0), to.at(e, copy, 0, column), to.dtype.itemsize)
+
+
+def _copy_run(e: Emitter, start: V, out: V, columns: int, source: Layout, to: Layout, lanes: int, unrolled: bool) -> None:
+    """Columns of a row that follow each other."""
+    whole, line = columns - columns % lanes, Layout(source.dtype, 0, source.column)
+
+    def move(column: V | int, tail: int) -> None:
+        value = load_line(e, line.at(e, start, 0, column), source, lanes, to.dtype, tail)
+        e.store(value, to.at(e, out, 0, column), to.dtype.itemsize)
+
+    if unrolled and whole <= UNROLLED * lanes:
+        for column in range(0, whole, lanes):
+            move(column, 0)
+    else:
+        with e.loop(0, whole, lanes) as at:
+            move(at.index, 0)
+    if columns % lanes:
+        move(whole, columns % lanes)
 
 
 def stage_rows_function(
@@ -276,16 +311,7 @@ def stage_rows_function(
     lanes = lanes if source.column == 1 else 1
     with e.loop(0, rows) as row:
         line, copy = source.at(e, start, row.index), to.at(e, out, row.index)
-
-        def move(column: V | int, tail: int) -> None:
-            value = load_line(e, source.at(e, line, 0, column), source, lanes, to.dtype, tail)
-            e.store(value, to.at(e, copy, 0, column), to.dtype.itemsize)
-
-        whole = columns - columns % lanes
-        with e.loop(0, whole, lanes) as at:
-            move(at.index, 0)
-        if columns % lanes:
-            move(whole, columns % lanes)
+        _copy_run(e, line, copy, columns, source, to, lanes, unrolled=False)
         for column in range(columns, -(-columns // group) * group) if lanes == 1 else ():
             e.store(e.const(stored(to.dtype), 0), to.at(e, copy, 0, column), to.dtype.itemsize)
 
