@@ -3,7 +3,7 @@
 A launch for each product costs a hop of 1.5 us and more, and weights stop coming while attention runs. Here every
 multiprocessor has one block for the whole *chain* of stages. One warp of it copies the block's weights of all products, in
 their order, through one ring in shared memory; eight warps compute. A value goes from stage to stage as words that carry a mark
-(chain.h), so blocks need neither barriers nor fences. A residual, which the same thread writes and reads again, is in plain
+(chain.h), so blocks need neither barriers nor fences. A residual, which the same block writes and reads again, is in plain
 memory besides.
 
 `in_chains` finds chains among the launches of a run and plans them; chain_writer.py writes their text. `Refused` says why a
@@ -435,30 +435,45 @@ def _copies(stages: Sequence[Stage], multiprocessors: int) -> int:
 def _areas(
     stages: Sequence[Stage], program: Program, heard: set[int], copies: int, multiprocessors: int
 ) -> tuple[dict[tuple[int, int], tuple[int, int]], dict[int, int], int]:
-    """Places of words. One is used again, by as many words, once all blocks have read them: some product in which every block has
-    columns comes behind the last reading and, two stages at least, three before attention, in front of the next writing."""
-    whole = [isinstance(s, Product) and s.contract.n // s.unit >= multiprocessors for s in stages]
+    """Places of words. One is used again, by exactly as many words so that the marks of all of them change, once every block that
+    writes there is sure that all have ended the stage that read them last."""
+    sure = _sure(stages, program, multiprocessors)
     read = {a: i for i, s in enumerate(stages) for a in _sources(s, program)}
-    free: list[tuple[int, int, int]] = []  # words, first word, stage of the last reading
+    free: list[tuple[tuple[int, int], int, int]] = []  # copies and their words, first word, stage of the last reading
     areas: dict[tuple[int, int], tuple[int, int]] = {}
     uses, size = Counter[int](), 0
     for i, s in enumerate(stages):
         told = sorted(_results(s, program) & heard)
-        wanted = [(a, copies * pitch_of(program.buffers[a].shape.num_elements), read[a]) for a in told]
+        wanted = [(a, (copies, program.buffers[a].shape.num_elements), read[a]) for a in told]
         if count := shares_of(s, multiprocessors)[1] if isinstance(s, Attention) else s.pieces.words(multiprocessors):
-            wanted.append((-1, pitch_of(count), i))
-        for a, count, until in wanted:
-            until_now = i - (3 if isinstance(s, Attention) else 2)
-            fits = [x for x in free if x[0] == count and any(whole[x[2] : until_now + 1])]
+            wanted.append((-1, (1, count), i))
+        for a, kind, until in wanted:
+            fits = [x for x in free if x[0] == kind and x[2] <= sure[i]]
             if fits:
                 free.remove(fits[0])
                 first = fits[0][1]
             else:
-                first, size = size, size + count
+                first, size = size, size + kind[0] * pitch_of(kind[1])
             areas[i, a] = first, uses[first]
             uses[first] += 1
-            free.append((count, first, until))
+            free.append((kind, first, until))
     return areas, dict(uses), size
+
+
+def _sure(stages: Sequence[Stage], program: Program, multiprocessors: int) -> list[int]:
+    """By stage, the last stage that all blocks have ended where one of them writes words of that stage; -1: none. The words of
+    a product in which every block has columns say that all have ended it; those of others only what their writers had heard. A
+    block without keys of an attention hears nothing there: it knows what the last product of which it had columns told it."""
+    whole = [isinstance(s, Product) and s.contract.n // s.unit >= multiprocessors for s in stages]
+    wrote = {a: i for i, s in enumerate(stages) for a in _results(s, program)}
+    source = [max((wrote[a] for a in _sources(s, program) if a in wrote), default=-1) for s in stages]
+    ended, known, sure = list[int](), -1, list[int]()
+    for i, s in enumerate(stages):
+        heard = ended[source[i]] if source[i] >= 0 else -1
+        ended.append(i if whole[i] else heard)
+        sure.append(known if isinstance(s, Attention) else heard)
+        known = heard if whole[i] else known
+    return sure
 
 
 def shares_of(s: Attention, multiprocessors: int) -> tuple[int, int]:
