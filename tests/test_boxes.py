@@ -12,6 +12,7 @@ from kernel_runs import TARGETS, check, kernel_of
 
 import rlx
 from rlx.backends.cpu.boxes import in_boxes
+from rlx.backends.cpu.render import spaces_of
 from rlx.ir.dtype import DType, as_dtype
 from rlx.ir.kernel import Loop
 
@@ -85,6 +86,31 @@ def test_with_other_ops_in_the_kernel(target, seed: int) -> None:
     one, two = rlx.Session().compile(g, rlx.CompileOptions(threads=3)).run({"x": a, "t": turned, "r": row})
     np.testing.assert_array_equal(one, np.pad(wanted, tuple(zip(low, high))))
     np.testing.assert_array_equal(two, np.concatenate([a, a[..., ::-1]], axis))
+
+
+@every_target
+@pytest.mark.parametrize("seed", range(12))
+def test_pads_that_are_transposed(target, seed: int) -> None:
+    """The padding of images whose channels are put last: the box inside is tiled."""
+    draw = Draw(seed)
+    dims, dtype = [draw.randint(1, 2), *(draw.randint(1, 40) for _ in range(3))], as_dtype(draw.choice(DTYPES))
+    x, (low, high) = draw.array(dims, dtype), draw.pad(4)
+    wanted = np.pad(np.transpose(x, (0, 2, 3, 1)), tuple(zip(low, high)))
+    check(lambda v: rlx.pad(rlx.transpose(v, axes=(0, 2, 3, 1)), low, high), wanted, [x], target)
+
+
+def test_the_inner_box_of_a_transposed_pad_is_tiled() -> None:
+    """Its lanes would gather channels else. On several threads, too."""
+    turned = lambda v: rlx.pad(rlx.transpose(v, axes=(0, 2, 3, 1)), (0, 1, 1, 0), (0, 1, 1, 0))  # noqa: E731
+    g = rlx.Graph("padded")
+    g.set_outputs([turned(g.input("x", (2, 64, 30, 30), "f32"))])
+    x = np.random.default_rng(0).standard_normal((2, 64, 30, 30), np.float32)
+    for threads in (1, 3):
+        made = rlx.Session().compile(g, rlx.CompileOptions(threads=threads))
+        (out,) = made.run({"x": x})
+        np.testing.assert_array_equal(out, np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1))).transpose(0, 2, 3, 1))
+    kernel = kernel_of(turned, [x], TARGETS["host"])
+    assert any(x.tiled(kernel, TARGETS["host"]).crossing for x in spaces_of(kernel, TARGETS["host"]))
 
 
 def test_rows_that_are_one_vector_are_not_divided() -> None:

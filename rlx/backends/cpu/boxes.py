@@ -50,6 +50,15 @@ def in_boxes(dims: Dims, body: tuple[Stmt, ...], vector_bytes: int) -> Boxes | N
     return Boxes(dims[:outer], nest) if len(stores(nest)) <= MOST and work.of(nest) < before else None
 
 
+def one_by_one(nest: Sequence[Stmt]) -> Iterator[Stmt]:
+    """The loops of each box, which share none."""
+    for s in nest:
+        if isinstance(s, Loop) and not s.vector:
+            yield from (replace(s, body=(inner,)) for inner in one_by_one(s.body))
+        else:
+            yield s
+
+
 def _edges(dims: Dims, body: tuple[Stmt, ...]) -> dict[Var, list[int]]:
     """The indices at which a condition changes, of each dim that has some."""
     found = {v: sorted({at for at, _ in switches.values() if 0 < at < n}) for v, n, switches in _switches(dims, body)}

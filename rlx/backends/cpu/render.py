@@ -16,7 +16,7 @@ from typing import Any
 from rlx.backends.cpu import kernels
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.bits import moved_as_bits
-from rlx.backends.cpu.boxes import Boxes, in_boxes
+from rlx.backends.cpu.boxes import Boxes, in_boxes, one_by_one
 from rlx.backends.cpu.kernels import contract, tiles
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided
 from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, other_tasks
@@ -196,10 +196,13 @@ def _boxes(kernel: Kernel, vector_bytes: int) -> Boxes | None:
 
 def spaces_of(kernel: Kernel, target: Target, wanted: int = 1) -> list[Space]:
     """The spaces of the kernel: one for each box of indices, or one for all boxes of a point of the dims that are not divided, if
-    these dims are enough for the wanted tasks."""
+    these dims are enough for the wanted tasks. Boxes of which one is tiled share no loop."""
     found = _boxes(kernel, target.vector_bytes)
     if found is None:
         return [Space.of(kernel)]
+    single = [Space.around(found.outer, (s,)) for s in one_by_one(found.nest)]
+    if any(x.tiled(kernel, target).crossing for x in single):
+        return single
     together = math.prod(n for _, n in found.outer) >= wanted
     return [Space.around(found.outer, nest) for nest in ([found.nest] if together else [(s,) for s in found.nest])]
 

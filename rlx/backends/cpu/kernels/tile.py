@@ -8,7 +8,6 @@ into addresses when the code is generated, so that a tile's loop has only loads,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import product
 from math import prod
 
 from rlx.backends.cpu.abi import LINE
@@ -266,17 +265,15 @@ def stage_levels_function(
 
     def copied(level: int, here: V, there: V) -> None:
         """All columns of the levels up to this one."""
-        inner = prod(sizes[:level])
-        if level == 0 or inner * sizes[level] // min(lanes, sizes[0]) <= UNROLLED:
-            for picks in product(*(range(n) for n in reversed(sizes[1 : level + 1]))):
-                at = sum(n * stride for n, stride in zip(reversed(picks), strides[1:]))
-                to_at = sum(n * prod(sizes[: k + 1]) for k, n in enumerate(reversed(picks)))
-                places = e.gep(here, at * source.dtype.itemsize), e.gep(there, to.byte(0, to_at))
-                _copy_run(e, *places, sizes[0], source, to, lanes, unrolled=True)
-            return
-        with e.loop(0, sizes[level]) as at:
-            place = step(e, here, at.index, strides[level] * source.dtype.itemsize)
-            copied(level - 1, place, step(e, there, at.index, to.byte(0, inner)))
+        steps = strides[level] * source.dtype.itemsize, to.byte(0, prod(sizes[:level]))
+        if level == 0:
+            _copy_run(e, here, there, sizes[0], source, to, lanes, unrolled=True)
+        elif prod(sizes[: level + 1]) // min(lanes, sizes[0]) <= UNROLLED:
+            for n in range(sizes[level]):
+                copied(level - 1, e.gep(here, n * steps[0]), e.gep(there, n * steps[1]))
+        else:
+            with e.loop(0, sizes[level]) as at:
+                copied(level - 1, step(e, here, at.index, steps[0]), step(e, there, at.index, steps[1]))
 
     with e.loop(first, stop) as row:
         line, copy = source.at(e, start, row.index), to.at(e, out, e.bin("sub", row.index, first))
