@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from kernel_runs import TARGETS, check, kernel_of
 
 import rlx
 from rlx.backends.cpu.boxes import in_boxes
-from rlx.backends.cpu.render import spaces_of
+from rlx.backends.cpu.render import render, spaces_of
 from rlx.ir.dtype import DType, as_dtype
 from rlx.ir.kernel import Loop
 
@@ -97,6 +98,34 @@ def test_pads_that_are_transposed(target, seed: int) -> None:
     x, (low, high) = draw.array(dims, dtype), draw.pad(4)
     wanted = np.pad(np.transpose(x, (0, 2, 3, 1)), tuple(zip(low, high)))
     check(lambda v: rlx.pad(rlx.transpose(v, axes=(0, 2, 3, 1)), low, high), wanted, [x], target)
+
+
+@every_target
+@pytest.mark.parametrize("dtype", ["f32", "f64", "i64"])
+@pytest.mark.parametrize("width", range(2, 8))
+def test_few_pixels_of_interleaved_channels(target, dtype: str, width: int) -> None:
+    """As many of them as a vector has lanes, or fewer: in a transpose, of a part of an image, and padded."""
+    turned = lambda v: rlx.transpose(v, axes=(0, 2, 3, 1))  # noqa: E731
+    for channels in (2, 3, 4):
+        x = np.arange(channels * 5 * width).reshape(1, channels, 5, width).astype(dtype.replace("f", "float").replace("i", "int"))
+        part = x[..., : min(4, width - 1)]
+        check(lambda v: rlx.copy(rlx.transpose(v, axes=(1, 0))), x[0, :, 0].T, [np.ascontiguousarray(x[0, :, 0])], target)
+        check(lambda v, n=part.shape[3]: rlx.copy(turned(v[..., :n])), turned_array(part), [x], target)
+        wanted = np.pad(turned_array(x), ((0, 0), (0, 0), (1, 1), (0, 0)))
+        check(lambda v: rlx.pad(turned(v), (0, 0, 1, 0), (0, 0, 1, 0)), wanted, [x], target)
+
+
+def turned_array(x: np.ndarray) -> np.ndarray:
+    return np.transpose(x, (0, 2, 3, 1))
+
+
+def test_many_boxes_that_are_transposed_are_tasks_of_several_threads() -> None:
+    """As loops of their own each would be too small for a task."""
+    parts = [np.zeros((16, 256, 40), np.float32)] * 40
+    turned = lambda *v: rlx.concat(*(rlx.transpose(x, axes=(0, 2, 1)) for x in v), axis=1)  # noqa: E731
+    threads = replace(TARGETS["host"], threads=2)
+    kernel = kernel_of(turned, parts, threads)
+    assert render(kernel, threads, "many").tasks > 1
 
 
 def test_the_inner_box_of_a_transposed_pad_is_tiled() -> None:

@@ -40,6 +40,7 @@ from rlx.ir.kernel import (  # isort: skip
 from rlx.ir.target import Target
 
 GRAIN_NS = 6_000  # least estimated work of a task, where there are more than two: a handover takes 0.2 µs
+MOST_APART = 16  # boxes with loops of their own, one of which is tiled: each is code of its own, and small ones are one task
 SHARED_NS = 7_500  # least estimated work of a loop of several tasks: no thread is woken for small ones (table.WAKING_NS)
 STREAMED_BYTES = 32 << 20  # a kernel that touches this much uses non-temporal stores: the results would not stay in cache
 FETCHED_AHEAD = 1024  # bytes from an access to what is prefetched with it
@@ -196,12 +197,12 @@ def _boxes(kernel: Kernel, vector_bytes: int) -> Boxes | None:
 
 def spaces_of(kernel: Kernel, target: Target, wanted: int = 1) -> list[Space]:
     """The spaces of the kernel: one for each box of indices, or one for all boxes of a point of the dims that are not divided, if
-    these dims are enough for the wanted tasks. Boxes of which one is tiled share no loop."""
+    these dims are enough for the wanted tasks. A few boxes of which one is tiled share no loop."""
     found = _boxes(kernel, target.vector_bytes)
     if found is None:
         return [Space.of(kernel)]
     single = [Space.around(found.outer, (s,)) for s in one_by_one(found.nest)]
-    if any(x.tiled(kernel, target).crossing for x in single):
+    if len(single) <= MOST_APART and any(x.tiled(kernel, target).crossing for x in single):
         return single
     together = math.prod(n for _, n in found.outer) >= wanted
     return [Space.around(found.outer, nest) for nest in ([found.nest] if together else [(s,) for s in found.nest])]

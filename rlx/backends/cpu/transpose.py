@@ -57,7 +57,8 @@ class Crossing:
     run: int = RUN  # tiles side by side
     part: int = 0  # tiles of each row that are prefetched together; 0: nothing is prefetched
     strips: bool = False  # of `part` tiles, along the rows that are written
-    channels: int = 0  # instead of tiles: elements of so many rows (or columns) lie interleaved in memory
+    channels: int = 0  # instead of tiles: elements of so many rows, or columns, lie interleaved in memory
+    splits: bool = False  # those of rows, where they are loaded; else those of columns, where they are stored
 
     @property
     def tiles(self) -> int:
@@ -114,9 +115,9 @@ def crossing(
     if not across or not simple or coefficient(s.index, loop.var) != 1 or not rows:
         return None
     itemsize, streamed = s.buffer.dtype.itemsize, s.buffer in streams
-    if channels := _channels(s, rows[-1], loop):
-        lanes, pixels = min(MAX_LANES, target.vector_bytes // itemsize), max(rows[-1][1], loop.extent)
-        return Crossing(*rows[-1], loop, across, lanes, again=True, channels=channels) if pixels >= lanes else None
+    wide = min(MAX_LANES, target.vector_bytes // itemsize)
+    if channels := _channels(s, rows[-1], loop, wide):
+        return Crossing(*rows[-1], loop, across, wide, again=True, channels=channels[0], splits=channels[1])
     lanes, whole = lanes_of(loop, target.vector_bytes), target.vector_bytes // itemsize
     alike = streamed and [x.buffer.dtype.itemsize for x in across] == [itemsize]
     if (alike or _moves(s)) and loop.extent % whole == 0:  # elsewhere most stores of whole lines would be to two of them
@@ -138,13 +139,14 @@ def crossing(
     return replace(x, part=part, run=max(2, (STREAMED_ROWS if streamed else ROWS) // lanes, TILES // x.tiles))
 
 
-def _channels(s: Store, row: tuple[Var, int], loop: Loop) -> int:
-    """How many rows have their elements interleaved where they are loaded, or columns where they are stored; 0: too many, or
-    they are computed."""
+def _channels(s: Store, row: tuple[Var, int], loop: Loop, lanes: int) -> tuple[int, bool] | None:
+    """How many rows have their elements interleaved where they are loaded (True), or columns where they are stored (False). None:
+    too many, or of fewer pixels than there are lanes, or they are computed."""
     if not _moves(s):
-        return 0
-    steps = (row[1], coefficient(s.value.index, loop.var)), (loop.extent, coefficient(s.index, row[0]))  # type: ignore[union-attr]
-    return next((n for n, step in steps if n == step and 1 < n <= MOST_CHANNELS), 0)
+        return None
+    loads = row[1], coefficient(s.value.index, loop.var), loop.extent, True  # type: ignore[union-attr]
+    both = loads, (loop.extent, coefficient(s.index, row[0]), row[1], False)
+    return next(((n, at) for n, step, pixels, at in both if n == step and 1 < n <= MOST_CHANNELS and pixels >= lanes), None)
 
 
 def _moves(s: Store) -> bool:
@@ -160,7 +162,7 @@ def emit_tiles(x: Crossing, scope: Scope, bounds: tuple[V, V] | None, rest: Rest
     start, stop = bounds or (e.i64(0), e.i64(x.loop.extent))
     if x.channels:
         last = e.intrinsic("smin", e.bin("add nsw", first, x.block), e.i64(x.rows))
-        return _emit_channels(x, scope, *((start, stop) if x.channels == x.rows else (first, last)))
+        return _emit_channels(x, scope, *((start, stop) if x.splits else (first, last)))
     height = e.bin("sub nsw", e.i64(x.rows), first) if x.rows % x.block else e.i64(x.block)
     height, emit = e.intrinsic("smin", height, e.i64(x.block)), _emit_strips if x.strips else _emit_block
     if x.again:
@@ -176,7 +178,7 @@ def emit_tiles(x: Crossing, scope: Scope, bounds: tuple[V, V] | None, rest: Rest
 def _emit_channels(x: Crossing, scope: Scope, start: V, stop: V) -> None:
     """Move the elements of all channels from `start` to `stop`: as many vectors are loaded as are stored."""
     e, n, count, (load,), (store,) = scope.e, x.size, x.channels, x.loads, stores(x.loop.body)
-    splits, itemsize = count == x.rows, store.buffer.dtype.itemsize
+    splits, itemsize = x.splits, store.buffer.dtype.itemsize
     channel, pixel, pixels = (x.row, x.loop.var, x.loop.extent) if splits else (x.loop.var, x.row, x.rows)
     with e.loop(start, stop, n) as at:
         first = x.inside(e, at.index, stop, pixels)
