@@ -17,7 +17,7 @@ import rlx
 from rlx.backends.cuda import attention, vectors
 from rlx.backends.cuda.backend import CudaBackend, target
 from rlx.backends.cuda.chain import Chain
-from rlx.backends.cuda.code import commits_of, cubin, launch_of, text_of
+from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.code import launches_of as found_launches
 from rlx.backends.cuda.contract import Tile
 from rlx.backends.cuda.fma import SIZES, FmaLaunch, by_fma
@@ -538,8 +538,8 @@ def test_small_states_are_committed_by_one_launch_and_large_ones_by_their_own():
         g.assign(state, value)
     g.set_outputs([x])
     program = lower(g, HOPPER, rlx.CompileOptions())
-    names = [sorted(program.buffers[b].name or "" for n in stage for b in program.commit[n].writes)
-             for stages in commits_of(program, "sm_90a") for stage in stages]  # fmt: skip
+    launches = CudaBackend().compile(program).launches["commit"]
+    names = [sorted(program.buffers[b].name or "" for n in steps for b in program.commit[n].writes) for steps in launches]
     assert sorted(names) == [["a", "b"], ["c"]]
 
 

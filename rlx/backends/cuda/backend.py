@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache, partial
 from threading import Thread
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 from rlx.backends.cuda import attention, direct, gemv_blocks, gemv_ring, scatter, segments, splits, turned
 from rlx.backends.cuda.code import (
     CudaCode,
-    commits_of,
     compile_kernels,
     compiler_version,
     kernels_of,
@@ -98,8 +98,9 @@ class CudaBackend:
         sections = dict(sections_of(program))
         wanted["sections"] = [[[kernel]] for kernel in sections.values()]
         wanted["steps"] = [kernels_of(launch, program, count) for launch in launches]
-        commits = commits_of(program, arch, count)
-        wanted["commit"] = [[[program.commit[n].kernel for n in stage] for stage in stages] for stages in commits]
+        behind = replace(program, steps=program.commit)
+        commits = launches_of(behind, arch, count)
+        wanted["commit"] = [kernels_of(launch, behind, count) for launch in commits]
         found = codes.of_keys({key_of(stages): stages for launched in wanted.values() for stages in launched}, progress)
         coded = {name: [found[key_of(stages)] for stages in launched] for name, launched in wanted.items()}
         order = {"steps": tuple(map(order_of, launches)), "commit": tuple(map(order_of, commits))}

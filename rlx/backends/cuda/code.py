@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -163,24 +162,11 @@ def launches_of(
     refused: Callable[[Stages, str], object] = lambda launch, why: None,
 ) -> Sequence[Stages | Chain]:  # fmt: skip
     """The launches of a run. `refused` is told why products of one row and attentions of a token are in no chain."""
-    found, groups = _groups(program, arch, multiprocessors)
-    launches = fronted(program, groups, found)
-    return list(in_chains(program, launches, found, multiprocessors, refused)) if _clusters(arch) else launches
-
-
-def commits_of(program: Program, arch: str, multiprocessors: int = MULTIPROCESSORS) -> Sequence[Stages]:
-    """The launches of a commit."""
-    return _groups(replace(program, steps=program.commit), arch, multiprocessors)[1]
-
-
-def _groups(program: Program, arch: str, multiprocessors: int) -> tuple[Sequence[Launch | None], Sequence[Stages]]:
-    """The launch that each step would have alone, and those in which small ones are together."""
     found = [None if s.kernel.collective else launch_of(s.kernel, arch, multiprocessors) for s in program.steps]
-    return found, grouped(program, [at if at and may_join(at) else None for at in found], clusters=_clusters(arch))
-
-
-def _clusters(arch: str) -> bool:
-    return int(arch[3:].rstrip("a")) >= 90
+    small = [at if at and may_join(at) else None for at in found]
+    hopper = int(arch[3:].rstrip("a")) >= 90
+    launches = fronted(program, grouped(program, small, clusters=hopper), found)
+    return list(in_chains(program, launches, found, multiprocessors, refused)) if hopper else launches
 
 
 def order_of(launch: Stages | Chain) -> tuple[int, ...]:
@@ -301,6 +287,6 @@ def cubin(text: str, arch: str) -> bytes:
 
 
 __all__ = [
-    "CudaCode", "Kernels", "commits_of", "compile_kernels", "compiler_version", "cubin", "kernels_of", "key_of", "launch_of",
-    "launches_of", "order_of", "ptx", "support", "text_of", "whole",
+    "CudaCode", "Kernels", "compile_kernels", "compiler_version", "cubin", "kernels_of", "key_of", "launch_of", "launches_of",
+    "order_of", "ptx", "support", "text_of", "whole",
 ]  # fmt: skip

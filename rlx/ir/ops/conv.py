@@ -83,7 +83,8 @@ def _conv(attrs: ConvAttrs, x: Value, w: Value, b: Value | None = None) -> Value
 
 def _last(attrs: ConvAttrs, step: int, x: Value, w: Value, *b: Value) -> Value | None:
     """OpDef.last: also of the weights. Few channels are padded as they are: elements of a line stay adjacent. Where two
-    products are summed in a step, few channels are copied to be adjacent themselves, an even number of them."""
+    products are summed in a step, few channels are copied to be adjacent themselves, an even number of them, unless the elements
+    of a long row are adjacent anyway."""
     if attrs.channels_last:
         return None
     w, how = transpose(w, axes=(*range(2, w.rank), 1, 0)), {**vars(attrs), "channels_last": True}
