@@ -26,8 +26,7 @@ RLX_FN void rlx_chain_blocks(
   float* const squares = own.squares + own.turn * 8;
   own.turn ^= 1;
   const auto multiplied = [&](int part) { return LAST == 1024 || part < PARTS - 1 || warp * 128 < LAST; };
-  int whole = mine.WHOLE;
-  asm volatile("" : "+r"(whole)); /* one loop for all products is faster than code for those that it runs for once */
+  const int whole = mine.WHOLE * gridDim.y; /* 1: one loop for all products is faster than code for those that it runs for once */
   #pragma unroll 1
   for (int n = first; n < whole; n++) {
     float* const sums = own.sums + own.half * RLX_CHAIN_SUMS * 8;

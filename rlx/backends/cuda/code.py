@@ -164,7 +164,7 @@ def launches_of(
     """The launches of a run. `refused` is told why products of one row and attentions of a token are in no chain."""
     found = [None if s.kernel.collective else launch_of(s.kernel, arch, multiprocessors) for s in program.steps]
     small = [at if at and may_join(at) else None for at in found]
-    hopper = int(arch[3:].rstrip("a")) >= 90
+    hopper = int(arch[3:].rstrip("af")) >= 90
     launches = fronted(program, grouped(program, small, clusters=hopper), found)
     return list(in_chains(program, launches, found, multiprocessors, refused)) if hopper else launches
 
