@@ -11,12 +11,15 @@ from itertools import groupby
 from rlx.compiler.compilation import Compilation
 from rlx.compiler.layout import Places
 from rlx.compiler.packing import reduction
+from rlx.ir.dtype import DType
 from rlx.ir.graph import Graph, Node, Value, apply, keep
 from rlx.ir.layout import is_line, one_stride
 from rlx.ir.op import OPS, Kind
 from rlx.ir.target import Target
 
 LEAST_PARTS = 8  # a reduction with work for fewer is not divided: the second step would take as long
+MOST_PARTS = 32  # times as many as are wanted, where an axis has few divisors
+KEPT = 8  # times the elements that all points read: no kernel keeps a longer row, to read it again
 
 
 def reductions(graph: Graph, compilation: Compilation) -> Graph:
@@ -64,7 +67,9 @@ def reductions(graph: Graph, compilation: Compilation) -> Graph:
         if node.op.kind is not Kind.REDUCE:
             return kept
         made = _in_steps(kept[0].node, len(readers[node.inputs[0]]) == 1, alone, compilation.target, apart(node))
-        return kept if made is None else (replace(made.node, name=node.name, source=node.source).results[0],)
+        if made is None or made is kept[0].node.inputs[0]:
+            return kept if made is None else (made,)
+        return (replace(made.node, name=node.name, source=node.source).results[0],)
 
     return graph.rebuild(new)
 
@@ -76,25 +81,30 @@ def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target, a
     real = [(a in axes, d) for a, d in enumerate(dims) if d != 1]
     runs = [(reduced, math.prod(d for _, d in run)) for reduced, run in groupby(real, key=lambda x: x[0])]
     todo = [i for i, (reduced, _) in enumerate(runs) if reduced]
+    if not todo and 0 not in dims:  # each result is one element
+        return _as(_reshaped(source, result.static, alone), result.dtype)
     # rows of less than a cache line of f32 get no reduction of their own
-    if 0 in dims or not todo or (len(todo) > 1 and todo[-1] == len(runs) - 1 and runs[-1][1] < target.line_bytes // 4):
+    if 0 in dims or (len(todo) > 1 and todo[-1] == len(runs) - 1 and runs[-1][1] < target.line_bytes // 4):
         return None
     sizes, last = [d for _, d in runs], todo[-1]
-    read_again = not only_reader and (last == len(runs) - 1 or sizes[last] * source.dtype.compute.itemsize <= target.column_bytes)
+    kept = sizes[last] <= KEPT * target.points * target.point_elements
+    near = sizes[last] * source.dtype.compute.itemsize <= target.column_bytes
+    read_again = not only_reader and (near or (last == len(runs) - 1 and kept))
     parts = 1 if read_again else _parts(sizes, last, target)
     if len(axes) == parts == 1 or (apart and len(todo) == parts == 1):
         return None
     value = _reshaped(source, _divided(sizes, last, parts), alone)
-    if source.dtype != source.dtype.compute:
-        value = apply(OPS["cast"], (value,), {"dtype": source.dtype.compute})
+    value = _as(value, source.dtype.compute)
     for i in reversed(todo):  # from the back, so that earlier axes keep their numbers
         if i != last and (parts := _parts(value.shape.static, i, target)) > 1:  # type: ignore[union-attr]
             value = apply(OPS["reshape"], (value,), {"dims": _divided(value.shape.static, i, parts)})  # type: ignore[union-attr]
         for axis in (i + 1, i) if parts > 1 else (i,):
             value = apply(node.op, (value,), {"axis": (axis,)})
-    if result.dtype != value.dtype:  # type: ignore[union-attr]
-        value = apply(OPS["cast"], (value,), {"dtype": result.dtype})  # type: ignore[arg-type]
-    return apply(OPS["reshape"], (value,), {"dims": result.static})  # type: ignore[return-value, arg-type]
+    return apply(OPS["reshape"], (_as(value, result.dtype),), {"dims": result.static})  # type: ignore[return-value, arg-type]
+
+
+def _as(value: Value, dtype: DType) -> Value:
+    return value if value.dtype == dtype else apply(OPS["cast"], (value,), {"dtype": dtype})  # type: ignore[return-value]
 
 
 def _parts(dims: Sequence[int], axis: int, target: Target) -> int:
@@ -105,7 +115,7 @@ def _parts(dims: Sequence[int], axis: int, target: Target) -> int:
         return 1
     wanted = -(-target.points // (outer * -(-inner // target.run_columns)))
     least = min(wanted, most)
-    return next((n for n in range(least, min(8 * wanted, most) + 1) if dims[axis] % n == 0), 1) if least > 1 else 1
+    return next((n for n in range(least, min(MOST_PARTS * wanted, most) + 1) if dims[axis] % n == 0), 1) if least > 1 else 1
 
 
 def _divided(dims: Sequence[int], axis: int, parts: int) -> tuple[int, ...]:

@@ -182,7 +182,7 @@ def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
         followed=frozenset({"attention", "conv", "dequant_matmul", "segment_matmul"}), computes=_computes,
         pairs=partial(_pairs, arch),
         status_late=True, widens=frozenset(f"{a} {b}" for a in ("f16", "bf16") for b in ("f8e4m3", "f8e5m2")),
-        column_bytes=COLUMN_BYTES, schedule=scatter.apart,
+        column_bytes=COLUMN_BYTES, schedule=scatter.scheduled,
         splits={
             "attention": splits.attention, "conv": direct.split, "top_k": splits.top_k, "softmax": splits.softmax,
             "log_softmax": splits.softmax,

@@ -172,7 +172,7 @@ RLX_FN void rlx_all_scores(float (&s)[BLOCK / 2], const unsigned char* q, const 
   const uint32_t queries = rlx_tile(q, 0), keys = rlx_tile(k, 0);  /* in units of 16 bytes */
   rlx_products_begin();
   #pragma unroll
-  for (int d = 0; d < SIZE / 16; d++)
+  for (int d = 0; d < (SIZE + 15) / 16; d++) /* behind SIZE the boxes have zeros */
     rlx_scores(s, queries + d / 4 * (Q_PART / 16) + d % 4 * 2, keys + d / 4 * (KV_PART / 16) + d % 4 * 2, d > 0);
   rlx_products_end();
 }

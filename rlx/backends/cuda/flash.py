@@ -11,7 +11,7 @@ from rlx.ir.kernel import Kernel, Native, View
 from rlx.records import record
 
 ROWS = 64  # queries of a warp group
-LEAST_QUERIES = 48
+LEAST_QUERIES, LEAST_ODD = 48, 9  # the latter where other tensor core kernels do not take the size of a head
 CHUNK = 32  # columns staged for stores
 SHARED = 227 << 10
 L2_BYTES = 32 << 20  # of keys and values that blocks at work share
@@ -56,7 +56,8 @@ def launch(kernel: Kernel, multiprocessors: int = 132) -> FlashLaunch | None:
     q, k, v = native.inputs[:3]
     (batch, heads, queries, size), width = q.dims, v.dims[3]
     names = {x.buffer.dtype.name for x in (q, k, v)}
-    if native.op != "attention" or queries < LEAST_QUERIES or size % 16 or width % 16 or len(names) > 1 or not names <= {*NARROW}:
+    least = LEAST_ODD if size % 16 or width % 16 else LEAST_QUERIES
+    if native.op != "attention" or queries < least or size % 8 or width % 8 or len(names) > 1 or not names <= {*NARROW}:
         return None
     if not all(in_chunks(x) and all(s or n == 1 for s, n in zip(x.strides, x.dims)) for x in (q, k, v)):
         return None

@@ -33,7 +33,7 @@ def row_loops(kernel: Kernel) -> list[Loop]:
     if not loops or kernel.limits or not all(isinstance(s, Let | Store | Check | Loop) for s in kernel.body):
         return []
     extent = loops[0].extent
-    return loops if all(s.vector and not s.carries and s.extent == extent and _flat(s) for s in loops) else []
+    return loops if all((s.vector or _only_reduces(s)) and not s.carries and s.extent == extent and _flat(s) for s in loops) else []
 
 
 def row_of(kernel: Kernel, teams: tuple[int, ...], registers: int, parts: tuple[int, ...] = (1,)) -> tuple[int, Row] | None:
@@ -75,6 +75,11 @@ def repeated(loops: list[Loop], size: int) -> frozenset[Key]:
 
 def _loads(s: Loop, size: int) -> list[Load]:
     return [x for x in loads(s.body, [r.value for r in s.reduces], s.var, size) if x.guard is None]
+
+
+def _only_reduces(loop: Loop) -> bool:
+    """Whether iterations are independent but for the reductions: a loop down columns, in one of several columns at once."""
+    return bool(loop.reduces) and not any(isinstance(s, Store) for s in loop.body)
 
 
 def _flat(loop: Loop) -> bool:

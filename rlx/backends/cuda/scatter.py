@@ -6,13 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from rlx.backends.cuda.render import WIDE, CudaWriter
 from rlx.backends.cuda.schedule import Launch
 from rlx.backends.cuda.vectors import width
 from rlx.backends.shared.nest import substitute
-from rlx.ir.kernel import Alu, Check, Expr, Kernel, Load, Loop, Stmt, Store, Var, coefficient, const, k, walk
+from rlx.ir.kernel import Alu, Carry, Check, Expr, Kernel, Let, Load, Loop, Stmt, Store, Var, alu, coefficient, const, k, walk
 from rlx.ir.overlap import may_overlap
 from rlx.records import record
 
@@ -20,6 +21,8 @@ THREADS, GROUPS = 256, 128  # of columns of a block, each of a thread
 BLOCKS = 4 * 132  # all there at once: each one reads all indices
 BUSY = 32 * THREADS  # threads with fewer elements each, if there are no more
 MOST = 2048  # places of a block
+FEW_PICKS, FEW_LOOKS = 8, 1 << 25  # updates of a line that each of its places looks at; or looks of all places
+PLACES = 8  # of a thread that looks
 LEAST, PICKS = 1 << 14, 256  # updates, or places, that are worth several blocks; indices that one block takes too long for
 MARKED, MARKS = 4096, 1 << 22  # indices from which on a block reads marks of its own in place of all; words of all marks, at most
 COMBINED = ("add", "mul", "max", "min")
@@ -62,6 +65,11 @@ class Scatter:
         return math.prod(s.extent for s in self.picks)
 
     @property
+    def of_all(self) -> bool:
+        """Whether indices are the same for all points."""
+        return {s.var for s in self.picks}.issuperset(x for x in walk((self.put.index, self.inside)) if isinstance(x, Var))
+
+    @property
     def read(self) -> set[object]:
         """The memory of indices and updates."""
         return _loaded(self.put.index) | _loaded(self.update)
@@ -84,11 +92,8 @@ def scatter_of(kernel: Kernel) -> Scatter | None:
     if isinstance(value, Alu) and value.op in COMBINED and isinstance(value.args[0], Load) and value.args[0].buffer is line:
         op, update = value.op, value.args[1]
     own = {first.buffer, line, put.buffer} == {*kernel.locals} and line not in _loaded(update)
-    chosen = {x for x in walk((put.index, inside)) if isinstance(x, Var)}
     looked = any(isinstance(x, Load) for x in walk(put.index))
-    if not own or not looked or not {s.var for s in picks}.issuperset(chosen):
-        return None
-    return Scatter(start, first, tuple(picks), check, put, inside, end, last, op, update)
+    return Scatter(start, first, tuple(picks), check, put, inside, end, last, op, update) if own and looked else None
 
 
 def _loaded(e: Expr) -> set[object]:
@@ -98,12 +103,59 @@ def _loaded(e: Expr) -> set[object]:
 def _worth(kernel: Kernel) -> Scatter | None:
     """The scatter that several blocks should do; None: there is none, or it is small."""
     found, points = None if kernel.limits else scatter_of(kernel), math.prod(n for _, n in kernel.grid)
-    if not found or max(found.end.extent, found.count) >= WIDE // 2:
+    if not found or not found.of_all or max(found.end.extent, found.count) >= WIDE // 2:
         return None
     return found if max(found.count, found.end.extent) * points >= LEAST or found.count >= PICKS else None
 
 
-def apart(kernel: Kernel) -> Kernel:
+def scheduled(kernel: Kernel) -> Kernel:
+    found = None if kernel.limits else scatter_of(kernel)
+    if found is None or found.of_all or 0 in (found.count, found.end.extent):
+        return _apart(kernel)
+    looks = found.count * found.end.extent * math.prod(n for _, n in kernel.grid)
+    few = found.count <= FEW_PICKS or (len(found.picks) == 1 and looks <= FEW_LOOKS)
+    return _by_places(kernel, found) if few else _apart(kernel)
+
+
+def _by_places(kernel: Kernel, found: Scatter) -> Kernel:
+    """Each place looks at all updates of its line, in their order. A point has several places, as far apart as can be, so that
+    those of adjacent points are adjacent."""
+    each = next(n for n in range(PLACES, 0, -1) if found.end.extent % n == 0)
+    part, apart = Var("part"), found.end.extent // each
+    places = [k.add(part, const(n * apart)) for n in range(each)]
+    along = kernel.grid and coefficient(found.last.index, kernel.grid[-1][0]) == 1
+    held: list[Expr] = [substitute(found.first.value, {found.start.var: at}) for at in places]
+    body: list[Stmt] = []
+    if found.count <= FEW_PICKS:
+        for pick in product(*(range(s.extent) for s in found.picks)):
+            looked, held = _looked(found, {s.var: const(n) for s, n in zip(found.picks, pick)}, places, held)
+            body += looked
+    else:
+        variables = [Var("held", e.dtype) for e in held]
+        looked, after = _looked(found, {}, places, variables)
+        carries = tuple(Carry(*x) for x in zip(variables, held, after))
+        body, held = [replace(found.picks[0], body=tuple(looked), carries=carries, vector=False)], [*variables]
+    for at, value in zip(places, held):
+        body.append(replace(found.last, index=substitute(found.last.index, {found.end.var: at}), value=value))
+    axis = part, apart
+    return replace(kernel, grid=(axis, *kernel.grid) if along else (*kernel.grid, axis), body=tuple(body), locals=())
+
+
+def _looked(
+    found: Scatter, pick: dict[Var, Expr], places: Sequence[Expr], held: Sequence[Expr]
+) -> tuple[list[Stmt], list[Expr]]:  # fmt: skip
+    """The statements of one update, and the numbers that places hold behind it."""
+    parts = found.check, found.inside, found.put.index, found.update
+    check, inside, index, update = substitute(parts, pick) if pick else parts
+    line, place, value = found.put.buffer.dtype, Var("place"), Var("update", update.dtype)
+    after: list[Expr] = []
+    for at, before in zip(places, held):
+        new = alu(found.op, before, value) if found.op else value
+        after.append(k.select(k.eq(place, at), k.cast(k.cast(new, line), line.compute), before))
+    return [check, Let(place, k.select(inside, index, const(-1))), Let(value, update)], after
+
+
+def _apart(kernel: Kernel) -> Kernel:
     """The kernel of a scatter whose results may not take the memory of its indices and updates, which other blocks read: none is
     read at a place that is proved to be that of a result."""
     if not (found := _worth(kernel)):
@@ -228,4 +280,4 @@ class ScatterWriter(CudaWriter):
         return (Path(__file__).parent / "scatter.h").read_text() + super().function(name)
 
 
-__all__ = ["ScatterLaunch", "ScatterWriter", "apart", "scattered"]
+__all__ = ["ScatterLaunch", "ScatterWriter", "scattered", "scheduled"]

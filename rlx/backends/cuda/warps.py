@@ -24,7 +24,8 @@ from rlx.records import record
 EIGHT = {"f8e4m3": "e4m3", "f8e5m2": "e5m2"}
 WHOLE = {("u8", "i8", "i32"): "u8_s8", ("i8", "i8", "i8"): "s8_s8", ("u8", "u8", "u8"): "u8_u8"}
 WITH_EIGHT = 89  # the first compute capability with products of 8-bit floats
-LEAST = 8  # rows, columns and products of a sum that are worth it
+LEAST, LEAST_OF_MANY = 8, 4  # rows, columns and products of a sum that are worth it; of so many tiles
+MANY_TILES = 128
 THREADS, DOWN, ACROSS = 256, 2, 4  # a block's warps cover its tile as DOWN x ACROSS
 DEPTH, STAGES = 32, 4  # units of the summed axis in a tile; tiles of the ring
 CHUNK = 8  # units of 16 bytes, by which rows are padded too: matrices are then read without bank conflicts
@@ -70,7 +71,7 @@ class WarpLaunch(Tiled):
 def on_warps(kernel: Kernel, multiprocessors: int = MULTIPROCESSORS, capability: int = 80) -> WarpLaunch | None:
     """The launch of a contraction on tensor cores; None: it is none, or too small."""
     c = kernel.body[0] if len(kernel.body) == 1 else None
-    if not isinstance(c, Contract) or c.rows or c.also or kernel.locals or min(c.m, c.n, c.k) < LEAST:
+    if not isinstance(c, Contract) or c.rows or c.also or kernel.locals or min(c.m, c.n, c.k) < LEAST_OF_MANY:
         return None
     if not (isinstance(c.a, Operand) and isinstance(c.b, Operand)) or c.a.panel or c.a.blocks or c.b.panel or c.b.blocks:
         return None
@@ -81,7 +82,9 @@ def on_warps(kernel: Kernel, multiprocessors: int = MULTIPROCESSORS, capability:
         _source(c.a, form, c.a.row_stride, c.a.col_stride, (c.m, c.k)),
         _source(c.b, form, c.b.col_stride, c.b.row_stride, (c.n, c.k)),
     )
-    points = math.prod(n for _, n in kernel.grid)
+    points, (rows, columns) = math.prod(n for _, n in kernel.grid), TILES[-1]
+    if min(c.m, c.n, c.k) < LEAST and points * -(-c.m // rows) * -(-c.n // columns) < MANY_TILES:
+        return None
     tiles = TILES[1:] if form.promoted else TILES  # its sums take twice the registers
     rows, columns = min(tiles, key=lambda tile: _cost(c, points, tile, multiprocessors))
     nbytes = STAGES * 2 * (sources[0].elements(rows) + sources[1].elements(columns))

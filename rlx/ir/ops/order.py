@@ -177,6 +177,9 @@ def _sorted(ctx: Lowering, x: Value, count: int, descending: bool) -> Loops:
     """The first `count` elements of each sorted row, and their indices."""
     i, to, origin, held = Var("i"), Var("to"), Var("origin"), Var("held", x.dtype.compute)
     grid, at = lines(ctx.dims(x), x.rank - 1)
+    if ctx.dims(x)[-1] == count == 1:
+        first = at(k.const(0))
+        return grid, (ctx.store(0, first, ctx.element(x, first)), ctx.store(1, first, k.cast(k.const(0), i64)))
     stores = ctx.store(0, at(to), held), ctx.store(1, at(to), k.cast(origin, i64))
     return grid, (Sort(i, ctx.dims(x)[-1], count, ctx.element(x, at(i)), descending, to, held, origin, stores),)
 

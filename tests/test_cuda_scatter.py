@@ -1,0 +1,87 @@
+"""Scatters of few updates a line on a GPU: the kernel in which each place looks at all updates, interpreted, against numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import rlx
+from rlx.backends.cuda.backend import target
+from rlx.backends.cuda.code import launch_of, text_of
+from rlx.backends.cuda.scatter import FEW_PICKS, scatter_of
+from rlx.backends.ref.interpret import run_kernel
+from rlx.compiler import lower
+from rlx.ir.kernel import Kernel, Loop
+from tests.cuda_kernels import reports
+
+FUNCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "replace": lambda old, new: new, "add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum,
+}  # fmt: skip
+DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "i32": np.int32}
+CASES = [((40, 6), 0, 3), ((3, 16, 33), 1, FEW_PICKS), ((5, 37), 1, 20), ((19, 64), 0, 1), ((64, 5, 2), 0, 12)]
+
+
+def kernel_of(dims: tuple[int, ...], axis: int, count: int, mode: str, dtype: str) -> Kernel:
+    some = (*dims[:axis], count, *dims[axis + 1 :])
+    g = rlx.Graph("scatter")
+    x, at, u = g.input("x", dims, dtype), g.input("at", some, "i64"), g.input("u", some, dtype)
+    g.set_outputs([rlx.scatter_elements(x, at, u, axis=axis, mode=mode)])
+    (step,) = lower(g, target("sm_90a"), rlx.CompileOptions()).steps
+    return step.kernel
+
+
+def run(kernel: Kernel, x: np.ndarray, at: np.ndarray, u: np.ndarray) -> tuple[int, np.ndarray]:
+    given = {(a.size, a.dtype): a.ravel() for a in (at, u, x)}
+    made = [np.zeros(b.size, b.dtype.numpy) if b.writable else given[b.size, b.dtype.numpy].copy() for b in kernel.buffers]
+    code = run_kernel(kernel, made)
+    return code, next(a for a, b in zip(made, kernel.buffers) if b.writable).reshape(x.shape)
+
+
+def wanted(x: np.ndarray, at: np.ndarray, u: np.ndarray, axis: int, mode: str) -> np.ndarray:
+    """Updates one after the other, each rounded to the dtype."""
+    out = np.moveaxis(x.copy(), axis, 0)
+    at, u = np.moveaxis(at, axis, 0), np.moveaxis(u, axis, 0)
+    for n in range(len(at)):
+        for place in np.ndindex(at.shape[1:]):
+            to = (at[n][place], *place)
+            out[to] = FUNCTIONS[mode](out[to], u[n][place])
+    return np.moveaxis(out, 0, axis)
+
+
+@pytest.mark.parametrize("dims, axis, count", CASES)
+@pytest.mark.parametrize("mode", list(FUNCTIONS))
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_each_place_looks_at_few_updates(dims, axis, count, mode, dtype):
+    kernel, rng = kernel_of(dims, axis, count, mode, dtype), np.random.default_rng(count)
+    assert scatter_of(kernel) is None and not kernel.locals
+    assert any(isinstance(s, Loop) for s in kernel.body) == (count > FEW_PICKS)
+    some = (*dims[:axis], count, *dims[axis + 1 :])
+    x, u = (rng.integers(-4, 5, d).astype(DTYPES[dtype]) for d in (dims, some))
+    at = rng.integers(0, dims[axis], some)  # some of them twice
+    code, found = run(kernel, x, at, u)
+    assert code == 0
+    np.testing.assert_array_equal(found, wanted(x, at, u, axis, mode))
+
+
+@pytest.mark.parametrize("dims, axis, count", CASES)
+def test_indices_out_of_range_fail(dims, axis, count):
+    kernel = kernel_of(dims, axis, count, "add", "f32")
+    some = (*dims[:axis], count, *dims[axis + 1 :])
+    for wrong in (-1, dims[axis]):
+        at = np.zeros(some, np.int64)
+        at[(-1,) * len(dims)] = wrong
+        assert run(kernel, np.zeros(dims, np.float32), at, np.ones(some, np.float32))[0] == 1
+
+
+def test_many_updates_of_long_lines_are_not_looked_at():
+    assert scatter_of(kernel_of((1 << 14, 256), 0, 64, "add", "f32"))
+
+
+@pytest.mark.parametrize("dims, axis, count", CASES)
+def test_they_compile_without_local_memory(dims, axis, count):
+    pytest.importorskip("cuda.core")
+    (report,) = reports(text_of(launch_of(kernel_of(dims, axis, count, "add", "f32")), "kernel"), "sm_90a").values()
+    assert not report.stack and not report.spilled
