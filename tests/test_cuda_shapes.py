@@ -15,15 +15,20 @@ from rlx.backends.cuda.direct import DirectLaunch
 from rlx.backends.cuda.scatter import ScatterLaunch
 from rlx.backends.cuda.schedule import Launch
 from rlx.backends.cuda.sorts import SortLaunch
+from rlx.backends.cuda.warps import WarpLaunch
 from rlx.ir.evaluate import evaluate
 from rlx.ir.overlap import may_overlap
 
 MAPPED = {  # kernels whose shapes once had a few threads: expression, dims of its operands, then team, lanes, parts, repeats
     "few long columns": (lambda x: rlx.argmax(x, axis=0), [(9_508_423, 2)], (512, 1, 32, 1)),
     "some long columns": (lambda x: rlx.argmax(x, axis=0), [(100_000, 40)], (16, 32, 32, 1)),
+    "sums of few long columns, an odd count": (lambda x: x.sum(axis=0), [(263_003, 5)], (512, 1, 22, 1)),
+    "sums of columns, an odd count": (lambda x: x.sum(axis=0), [(263_003, 64)], (16, 32, 32, 1)),
     "one long row": (lambda x: rlx.argmax(x, axis=0), [(9_807_577,)], (512, 1, 32, 1)),
     "totals of few columns": (lambda x: rlx.cumsum(x, axis=0), [(4096, 3)], (16, 32, 8, 1)),
     "many short columns": (lambda x: rlx.softmax(x, axis=0), [(3, 100_000)], (1, 1, 1, 1)),
+    "many rows of 16": (lambda x: rlx.softmax(x), [(200_000, 16)], (1, 1, 1, 1)),
+    "many rows of one": (lambda x: rlx.argsort(x), [(500_000, 1)], (1, 1, 1, 1)),
     "few short rows": (lambda x: rlx.softmax(x), [(100, 29)], (32, 1, 1, 1)),
     "an odd count": (lambda x: rlx.gelu(x), [(1_944_259,)], (1, 1, 1, 4)),
     "odd rows": (lambda x, y: x + y, [(19_241, 129), (129,)], (1, 1, 1, 4)),
@@ -68,6 +73,13 @@ def test_convolutions_read_the_image_as_it_lies(name):
     (found,) = [at for at in map(launch_of, kernels(made)) if isinstance(at, DirectLaunch)]
     assert (found.channels, found.places, found.shares) == mapped
     assert cubin(text_of(found, "kernel"), "sm_80")
+
+
+@pytest.mark.parametrize("batch, columns, tensor", [(96, 7, True), (96, 3, False), (1, 7, False), (1, 8, True)])
+def test_few_columns_take_tensor_cores_where_tiles_are_many(batch, columns, tensor):
+    made = one(lambda g: rlx.matmul(g.input("x", (batch, 96, 981), "bf16"), g.input("y", (batch, 981, columns), "bf16")))
+    found = launch_of(made, "sm_90a")
+    assert isinstance(found, WarpLaunch) == tensor and cubin(text_of(found, "kernel"), "sm_90a")
 
 
 @pytest.mark.parametrize("mode", ["replace", "mul", "max", "min"])

@@ -33,7 +33,8 @@ def row_loops(kernel: Kernel) -> list[Loop]:
     if not loops or kernel.limits or not all(isinstance(s, Let | Store | Check | Loop) for s in kernel.body):
         return []
     extent = loops[0].extent
-    return loops if all((s.vector or _only_reduces(s)) and not s.carries and s.extent == extent and _flat(s) for s in loops) else []
+    fits = (s.extent == extent and _flat(s) and not s.carries and (s.vector or _only_reduces(s)) for s in loops)
+    return loops if all(fits) else []
 
 
 def row_of(kernel: Kernel, teams: tuple[int, ...], registers: int, parts: tuple[int, ...] = (1,)) -> tuple[int, Row] | None:
