@@ -291,11 +291,9 @@ def test_an_index_beyond_32_bits_stays_out_of_range():
 
 
 def test_sums_by_index_take_a_lane_for_each_column():
-    made = one(
-        lambda g: rlx.scatter_add(g.input("x", (10, 64), "f32"), g.input("i", (200,), "i32"), g.input("u", (200, 64), "f32"))
-    )
-    found = launch_of(made, "sm_90a")
-    assert (found.team, found.lanes, found.threads, found.blocks) == (1, 32, 32, 2)
+    given = lambda g: (g.input(n, (many, 40_000), t) for n, many, t in (("x", 10, "f32"), ("i", 100, "i32"), ("u", 100, "f32")))  # noqa: E731
+    found = launch_of(one(lambda g: rlx.scatter_elements(*given(g), axis=0, mode="add")), "sm_90a")
+    assert (found.team, found.lanes, found.threads, found.blocks) == (1, 32, 32, 1250)
     text = text_of(found, "kernel")
     assert "__sync" not in text.split("kernel(")[1] and cubin(text, "sm_90a")
 
@@ -457,13 +455,13 @@ def test_columns_are_reduced_by_adjacent_lanes():
 
 
 def test_a_team_has_read_what_one_of_its_threads_overwrites():
-    build = lambda g: rlx.scatter_add(g.input("x", (7,), "f32"), g.input("i", (9,), "i32"), g.input("u", (9,), "f32"))  # noqa: E731
-    text = text_of(launch_of(one(build), "sm_90a"), "kernel")
+    given = lambda g: (g.input(n, (2, many), t) for n, many, t in (("x", 9000, "f32"), ("i", 2000, "i32"), ("u", 2000, "f32")))  # noqa: E731
+    text = text_of(launch_of(one(lambda g: rlx.scatter_elements(*given(g), axis=1, mode="add")), "sm_90a"), "kernel")
     lines = [line.strip() for line in text[text.index("extern") :].splitlines()]
     (added,) = [n for n, line in enumerate(lines) if line.startswith("if (t") and "l0[" in line]
     begun = lines.index("if (me == 0) {")  # all updates, by one thread
-    ended = lines.index("__syncwarp();", begun)
-    assert lines[begun - 1] == "__syncwarp();" and begun < added < ended and {*lines[added + 1 : ended]} == {"}"}
+    ended = lines.index("__syncthreads();", begun)
+    assert lines[begun - 1] == "__syncthreads();" and begun < added < ended and {*lines[added + 1 : ended]} == {"}"}
 
 
 def test_vectors_need_aligned_accesses_of_all_elements_or_none():

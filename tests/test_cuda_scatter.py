@@ -21,7 +21,10 @@ FUNCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "replace": lambda old, new: new, "add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum,
 }  # fmt: skip
 DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "i32": np.int32}
-CASES = [((40, 6), 0, 3), ((3, 16, 33), 1, FEW_PICKS), ((5, 37), 1, 20), ((19, 64), 0, 1), ((64, 5, 2), 0, 12)]
+CASES = [
+    ((40, 6), 0, 3), ((3, 16, 33), 1, FEW_PICKS), ((5, 37), 1, 20), ((19, 64), 0, 1), ((64, 5, 2), 0, 12), ((300,), 0, 115),
+    ((1024, 4, 16), 0, 2),
+]  # fmt: skip
 
 
 def kernel_of(dims: tuple[int, ...], axis: int, count: int, mode: str, dtype: str) -> Kernel:

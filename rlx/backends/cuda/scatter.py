@@ -22,7 +22,7 @@ BLOCKS = 4 * 132  # all there at once: each one reads all indices
 BUSY = 32 * THREADS  # threads with fewer elements each, if there are no more
 MOST = 2048  # places of a block
 FEW_PICKS, FEW_LOOKS = 8, 1 << 25  # updates of a line that each of its places looks at; or looks of all places
-PLACES = 8  # of a thread that looks
+PLACES, ENOUGH = 8, 1 << 15  # of a thread that looks, if there are as many threads
 LEAST, PICKS = 1 << 14, 256  # updates, or places, that are worth several blocks; indices that one block takes too long for
 MARKED, MARKS = 4096, 1 << 22  # indices from which on a block reads marks of its own in place of all; words of all marks, at most
 COMBINED = ("add", "mul", "max", "min")
@@ -110,7 +110,7 @@ def _worth(kernel: Kernel) -> Scatter | None:
 
 def scheduled(kernel: Kernel) -> Kernel:
     found = None if kernel.limits else scatter_of(kernel)
-    if found is None or found.of_all or 0 in (found.count, found.end.extent):
+    if found is None or 0 in (found.count, found.end.extent) or (found.of_all and _worth(kernel)):
         return _apart(kernel)
     looks = found.count * found.end.extent * math.prod(n for _, n in kernel.grid)
     few = found.count <= FEW_PICKS or (len(found.picks) == 1 and looks <= FEW_LOOKS)
@@ -120,7 +120,8 @@ def scheduled(kernel: Kernel) -> Kernel:
 def _by_places(kernel: Kernel, found: Scatter) -> Kernel:
     """Each place looks at all updates of its line, in their order. A point has several places, as far apart as can be, so that
     those of adjacent points are adjacent."""
-    each = next(n for n in range(PLACES, 0, -1) if found.end.extent % n == 0)
+    most = found.end.extent * math.prod(n for _, n in kernel.grid) // ENOUGH
+    each = next(n for n in range(max(1, min(PLACES, most)), 0, -1) if found.end.extent % n == 0)
     part, apart = Var("part"), found.end.extent // each
     places = [k.add(part, const(n * apart)) for n in range(each)]
     along = kernel.grid and coefficient(found.last.index, kernel.grid[-1][0]) == 1
