@@ -11,7 +11,7 @@ from rlx.ir.kernel import Kernel, Native, View
 from rlx.records import record
 
 ROWS = 64  # queries of a warp group
-LEAST_QUERIES, LEAST_ODD = 48, 9  # the latter where other tensor core kernels do not take the size of a head
+LEAST_QUERIES, LEAST_ODD = 48, 17  # the latter where other tensor core kernels do not take the size of a head
 CHUNK = 32  # columns staged for stores
 SHARED = 227 << 10
 L2_BYTES = 32 << 20  # of keys and values that blocks at work share

@@ -33,7 +33,8 @@ def row_loops(kernel: Kernel) -> list[Loop]:
     if not loops or kernel.limits or not all(isinstance(s, Let | Store | Check | Loop) for s in kernel.body):
         return []
     extent = loops[0].extent
-    fits = (s.extent == extent and _flat(s) and not s.carries and (s.vector or _only_reduces(s)) for s in loops)
+    down = len(loops) == 1 and _only_reduces(loops[0])  # with more loops, what they keep would take too many registers
+    fits = (s.extent == extent and _flat(s) and not s.carries and (s.vector or down) for s in loops)
     return loops if all(fits) else []
 
 

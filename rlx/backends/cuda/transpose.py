@@ -53,7 +53,8 @@ class TileLaunch(Launch):
 def in_tiles(at: Launch) -> Launch:
     """`at`, or the kernel in tiles if that reads memory in longer runs."""
     kernel = at.kernel
-    if at.team > 1 or kernel.locals or kernel.limits or not all(isinstance(s, Let | Store) for s in kernel.body):
+    plain = kernel.grid and all(isinstance(s, Let | Store) for s in kernel.body)
+    if at.team > 1 or not plain or kernel.locals or kernel.limits:
         return at
     strided = [x for x in dict.fromkeys(walk(kernel.body)) if isinstance(x, Load) and _movable(x, kernel)]
     found = Counter(axis for x in strided for axis, (var, _) in enumerate(kernel.grid[:-1]) if coefficient(x.index, var) == 1)

@@ -196,7 +196,7 @@ def _sort_shapes(attrs: SortAttrs, x: Shape) -> tuple[Shape, ...]:
 
 SORTS: tuple[Sample, ...] = (
     Sample(((2, 17),)), Sample(((33,),), {"descending": True}, low=-3, high=3), Sample(((2, 2, 5),), low=0, high=3),
-    Sample(((2, 1),)), Sample(((2, 0),)),
+    Sample(((2, 1),)), Sample(((1,),)), Sample(((2, 0),)),
 )  # fmt: skip
 sort = op(
     "sort", kind=Kind.KERNEL, infer=_sort_shapes, attrs=SortAttrs, dtypes="fiu", kernel=_sort_kernel, samples=SORTS, rows=others,
@@ -210,7 +210,7 @@ argsort = op(
 )  # fmt: skip
 TOP_K = (
     Sample(((2, 17),), {"k": 5}), Sample(((33,),), {"k": 33, "largest": False}), Sample(((2, 2, 4),), {"k": 1}),
-    Sample(((3, 4),), {"k": 0}),
+    Sample(((3, 4),), {"k": 0}), Sample(((1,),), {"k": 1}),
 )  # fmt: skip
 top_k = op(
     "top_k", kind=Kind.KERNEL, infer=_top_k_shapes, attrs=TopKAttrs, dtypes="fiu", samples=TOP_K, rows=others,
