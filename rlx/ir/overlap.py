@@ -106,7 +106,7 @@ def _evenly_apart(kernel: Kernel, stores: list[Access]) -> frozenset[int]:
     offsets = sorted({f.offset for f in forms if f})
     steps = {b - a for a, b in zip(offsets, offsets[1:])}
     alike = len(offsets) == len(stores) and all(f and forms[0] and f.terms == forms[0].terms for f in forms)
-    if len(steps) != 1 or not alike or not _writes_once(kernel, stores, (*steps, len(offsets))):
+    if len(steps) != 1 or not alike or not _writes_once(kernel, stores, (steps.pop(), len(offsets))):
         return frozenset()
     return frozenset(offsets)
 
