@@ -750,7 +750,7 @@ def test_uses_the_widest_registers() -> None:
 
 
 THIN = {  # m, n, k, the operand that is transposed; the kernels of floats
-    "column": ((70, 1, 33), "", ["mul_sum"]), "depth of 1": ((70, 9, 1), "", ["mul_sum"]), "row": ((1, 70, 33), "b", ["mul_sum"]),
+    "column": ((70, 1, 33), "", ["mul_sum"]), "depth of 1": ((70, 9, 1), "", ["mul"]), "row": ((1, 70, 33), "b", ["mul_sum"]),
     "few columns": ((70, 3, 100), "b", ["mul_sum"]), "few columns apart": ((70, 3, 100), "", ["copy", "mul_sum"]),
     "rows apart": ((70, 5, 33), "a", ["matmul", "copy"]), "dot product": ((1, 1, 33), "", ["mul_sum"]),
 }  # fmt: skip

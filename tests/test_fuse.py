@@ -162,8 +162,8 @@ def test_halves_of_a_product_meet_in_the_kernel_that_computes_its_left_operand(m
 @pytest.mark.parametrize(("size", "index", "kernels"), [(1, 1, 1), (4, 1, 1), (5, 1, 2), (1, 0, 2)])
 def test_a_few_elements_are_computed_where_they_are_read(size: int, index: int, kernels: int) -> None:
     """On devices where a kernel costs more than that. Sums are not: every reader would add them up."""
-    for op, count in ((lambda v: v * 2.0 + 1.0, kernels), (lambda v: rlx.sum(v, axis=1, keepdims=True) * 2.0, 2)):
-        g, program = compiled(lambda g, op=op: [op(x(g, size, 1, name="few")) * x(g, size, 64)], index=index)
+    for op, of, count in ((lambda v: v * 2.0 + 1.0, 1, kernels), (lambda v: rlx.sum(v, axis=1, keepdims=True) * 2.0, 2, 2)):
+        g, program = compiled(lambda g, op=op, of=of: [op(x(g, size, of, name="few")) * x(g, size, 64)], index=index)
         assert len(program.steps) == count, str(program)
         run_and_compare(g, ("ref", "ref:1"))
 

@@ -244,7 +244,7 @@ pad = op(
     "pad", kind=Kind.INDEX, infer=_pad_shape, attrs=PadAttrs, dtypes="fiubc", element=_pad_element, parts=_pad_parts,
     rows=lambda a, i, axis, x: None if a.low[axis] or a.high[axis] else axis,
     permuted=lambda a, axes, x: {"low": tuple(a.low[i] for i in axes), "high": tuple(a.high[i] for i in axes)},
-    reference=lambda a, x: np.pad(x, tuple(zip(a.low, a.high)), constant_values=_pad_value(a, x)),
+    reference=lambda a, x: np.pad(x, tuple(zip(a.low, a.high)), constant_values=_pad_value(a, x)) if x.ndim else x.copy(),
     samples=(
         Sample(((3, 17),), {"low": (1, 0), "high": (0, 2)}), Sample(((5,),), {"low": (2,), "high": (3,), "value": 7.0}),
         Sample(((2, 3),), {"low": (0, 0), "high": (0, 0)}), Sample(((0, 2),), {"low": (1, 0), "high": (1, 1), "value": 1.0}),
