@@ -15,7 +15,6 @@ from rlx.backends.cuda.scatter import FEW_PICKS, scatter_of
 from rlx.backends.ref.interpret import run_kernel
 from rlx.compiler import lower
 from rlx.ir.kernel import Kernel, Loop
-from rlx.ir.overlap import may_overlap
 from tests.cuda_kernels import reports
 
 FUNCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
@@ -68,23 +67,6 @@ def test_each_place_looks_at_few_updates(dims, axis, count, mode, dtype):
     code, found = run(kernel, x, at, u)
     assert code == 0
     np.testing.assert_array_equal(found, wanted(x, at, u, axis, mode))
-
-
-@pytest.mark.parametrize("dims, axis, count", CASES)
-def test_results_may_take_the_memory_of_the_old_numbers(dims, axis, count):
-    kernel, rng = kernel_of(dims, axis, count, "add", "f32"), np.random.default_rng(count)
-    pairs = may_overlap(kernel)
-    some = (*dims[:axis], count, *dims[axis + 1 :])
-    x, u = (rng.normal(size=d).astype(np.float32) for d in (dims, some))
-    at = rng.integers(0, dims[axis], some)
-    (written,) = [n for n, b in enumerate(kernel.buffers) if b.writable]
-    old = next(n for n, b in enumerate(kernel.buffers) if n != written and (b.size, b.dtype.name) == (x.size, "f32"))
-    assert (old, written) in pairs
-    given = {(a.size, a.dtype): a.ravel() for a in (at, u, x)}
-    made = [given[b.size, b.dtype.numpy].copy() for b in kernel.buffers]
-    made[written] = made[old]
-    assert run_kernel(kernel, made) == 0
-    np.testing.assert_array_equal(made[written].reshape(dims), wanted(x, at, u, axis, "add"))
 
 
 @pytest.mark.parametrize("dims, axis, count", CASES)

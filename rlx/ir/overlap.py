@@ -5,10 +5,9 @@ renderer uses it to declare arguments as not aliased.
 runs cannot change a result. The proof, for a read buffer r and a written buffer w of equal size:
 
 1. every store to w has one affine index, injective over the grid and the loops around it: each element of w is written
-   by one grid point in one iteration. Stores to places that lie evenly apart count as one more loop;
+   by one grid point in one iteration;
 2. every load of r has the same index as every store, once the loops that enclose only the load are renamed to those that
-   enclose only the store: an iteration of the common loops overwrites only elements that no other iteration reads. Of stores
-   evenly apart, it has the index of one;
+   enclose only the store: an iteration of the common loops overwrites only elements that no other iteration reads;
 3. the load comes first: in the store's own statement, in an earlier one, or in an earlier loop of the same body.
 
 So no element of r is read after it was overwritten, in any order of grid points. Pairs without a proof are left out.
@@ -44,11 +43,10 @@ def may_overlap(kernel: Kernel) -> frozenset[tuple[int, int]]:
         stores = [a for a in found if a.buffer is written]
         if not written.writable or written in opaque or not all(a.stores for a in stores) or not _writes_once(kernel, stores):
             continue
-        places = _evenly_apart(kernel, stores)
         for r, read in enumerate(kernel.buffers):
             if read.writable or read in opaque or (read.size, read.dtype.itemsize) != (written.size, written.dtype.itemsize):
                 continue
-            if all(_safe(load, store, places) for load in found if load.buffer is read for store in stores):
+            if all(_safe(load, store) for load in found if load.buffer is read for store in stores):
                 pairs.add((r, w))
     return frozenset(pairs)
 
@@ -83,48 +81,34 @@ def _combine(a: _Affine, b: _Affine, scale: int) -> _Affine:
     return _Affine({v: c for v, c in terms.items() if c}, a.offset + scale * b.offset)
 
 
-def _writes_once(kernel: Kernel, stores: list[Access], apart: tuple[int, int] = (0, 1)) -> bool:
-    """Point 1: each store's index is affine and injective over the grid and its loops, and over one more loop: its coefficient
-    and its extent are `apart`."""
+def _writes_once(kernel: Kernel, stores: list[Access]) -> bool:
+    """Point 1: each store's index is affine and injective over the grid and its loops."""
     for s in stores:
         form = _affine(s.index)
         around = {**dict(kernel.grid), **dict(s.loops)}
         if form is None or not form.terms.keys() <= around.keys():
             return False
         reach = 0  # largest sum that the smaller coefficients give
-        axes = [*((abs(form.terms.get(v, 0)), n) for v, n in around.items()), apart]
-        for size, extent in sorted(axis for axis in axes if axis[1] > 1):
+        for size, extent in sorted((abs(form.terms.get(v, 0)), n) for v, n in around.items() if n > 1):
             if size <= reach:
                 return False
             reach += size * (extent - 1)
     return bool(stores)
 
 
-def _evenly_apart(kernel: Kernel, stores: list[Access]) -> frozenset[int]:
-    """The offsets of stores that together write each element once; none if that is not proved."""
-    forms = [_affine(s.index) for s in stores]
-    offsets = sorted({f.offset for f in forms if f})
-    steps = {b - a for a, b in zip(offsets, offsets[1:])}
-    alike = len(offsets) == len(stores) and all(f and forms[0] and f.terms == forms[0].terms for f in forms)
-    if len(steps) != 1 or not alike or not _writes_once(kernel, stores, (steps.pop(), len(offsets))):
-        return frozenset()
-    return frozenset(offsets)
-
-
-def _safe(load: Access, store: Access, places: frozenset[int]) -> bool:
-    """Points 2 and 3. `places`: offsets of stores evenly apart."""
+def _safe(load: Access, store: Access) -> bool:
+    """Points 2 and 3."""
     common = 0
     while common < min(len(load.loops), len(store.loops)) and load.path[common] == store.path[common]:
         common += 1
     mine, its = load.loops[common:], store.loops[common:]
     before, after = load.path[common], store.path[common]
     a, b = _affine(load.index), _affine(store.index)
-    other = a is not None and b is not None and a.offset != b.offset and {a.offset, b.offset} <= places
-    first = before < after or (before == after and not mine) or other
+    first = before < after or (before == after and not mine)
     if not first or [n for _, n in mine] != [n for _, n in its] or a is None or b is None:
         return False
     rename = {x: y for (x, _), (y, _) in zip(mine, its)}
-    return (a.offset == b.offset or other) and {rename.get(v, v): c for v, c in a.terms.items()} == b.terms
+    return a.offset == b.offset and {rename.get(v, v): c for v, c in a.terms.items()} == b.terms
 
 
 __all__ = ["may_overlap", "unaliased"]
