@@ -67,8 +67,10 @@ def reductions(graph: Graph, compilation: Compilation) -> Graph:
         if node.op.kind is not Kind.REDUCE:
             return kept
         made = _in_steps(kept[0].node, len(readers[node.inputs[0]]) == 1, alone, compilation.target, apart(node))
-        if made is None or made is kept[0].node.inputs[0]:
-            return kept if made is None else (made,)
+        if made is None:
+            return kept
+        if made is kept[0].node.inputs[0]:
+            return (made,)
         return (replace(made.node, name=node.name, source=node.source).results[0],)
 
     return graph.rebuild(new)

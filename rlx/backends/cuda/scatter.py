@@ -109,6 +109,7 @@ def _worth(kernel: Kernel) -> Scatter | None:
 
 
 def scheduled(kernel: Kernel) -> Kernel:
+    """Target.schedule: scatters of few updates by places, others as several blocks can do them; other kernels as they are."""
     found = None if kernel.limits else scatter_of(kernel)
     if found is None or 0 in (found.count, found.end.extent) or (found.of_all and _worth(kernel)):
         return _apart(kernel)
@@ -119,7 +120,7 @@ def scheduled(kernel: Kernel) -> Kernel:
 
 def _by_places(kernel: Kernel, found: Scatter) -> Kernel:
     """Each place looks at all updates of its line, in their order. A point has several places, as far apart as can be, so that
-    those of adjacent points are adjacent."""
+    those of adjacent points are adjacent; of several, no memory is proved to be shared with the old numbers (rlx.ir.overlap)."""
     most = found.end.extent * math.prod(n for _, n in kernel.grid) // ENOUGH
     each = next(n for n in range(max(1, min(PLACES, most)), 0, -1) if found.end.extent % n == 0)
     part, apart = Var("part"), found.end.extent // each
