@@ -215,7 +215,7 @@ def test_the_law_bites(path, source, expected):
             "import llvmlite.binding as llvm\nfrom rlx.host.emit import V\nfrom rlx.driver import Device",
         ),
         ("runtime/session.py", "from rlx.backends import get, is_available"),
-        ("backends/ref/backend.py", "from rlx.backends.shared.nest import nested"),
+        ("backends/ref/backend.py", "from rlx.backends.shared.flow import run_flow"),
     ],
 )
 def test_the_law_allows(path, source):

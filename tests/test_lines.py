@@ -22,10 +22,10 @@ from rlx.backends.cpu.target import host_target, target_for
 from rlx.backends.cpu.updates import updated_in_place
 from rlx.backends.ref.interpret import run_kernel
 from rlx.backends.shared.lines import in_loops
-from rlx.backends.shared.nest import substitute
 from rlx.compiler import lower
 from rlx.ir.evaluate import evaluate
 from rlx.ir.kernel import EXTREMES, Buffer, Kernel, Load, Loop, Reduce, Sort, Store, Var, const, k, walk
+from rlx.ir.nest import substitute
 from rlx.ir.target import Target
 from tests.kernel_runs import run as run_on_cpu
 from tests.test_crossing import run as compiled

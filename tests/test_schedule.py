@@ -17,13 +17,13 @@ from rlx.backends import get
 from rlx.backends.cpu import schedule
 from rlx.backends.ref.interpret import run_kernel
 from rlx.backends.shared import long_sums
-from rlx.backends.shared.nest import substitute
 from rlx.compiler import lower
 from rlx.ir.dtype import DTYPES, f32, f64, i32
 from rlx.ir.kernel import Buffer, Computed, Contract, Kernel, Limit, Load, Local, Loop, Reduce, Store, Var, const, k, linear, walk
 from rlx.ir.kernel_parse import parse_kernel
 from rlx.ir.kernel_text import kernel_key, print_kernel
 from rlx.ir.keys import key_facts
+from rlx.ir.nest import substitute
 from rlx.ir.target import Target
 
 PLAIN = Target("plain", frozenset(DTYPES))  # has no schedule

@@ -15,6 +15,7 @@ from rlx.compiler.check import check_program
 from rlx.compiler.compilation import Compilation
 from rlx.compiler.concurrent import group_concurrent
 from rlx.compiler.facts import Facts, facts_of
+from rlx.compiler.factors import factored
 from rlx.compiler.fuse import fuse
 from rlx.compiler.groups import Group, print_groups
 from rlx.compiler.lowering import Extra, Lowered, Place
@@ -32,7 +33,7 @@ from rlx.ir.op import Kind
 from rlx.ir.overlap import may_overlap
 from rlx.ir.program import BufferDecl, NodeReport, OutputDecl, Program, Region, RouterDecl, Step
 from rlx.ir.shape import Shape
-from rlx.ir.target import Target
+from rlx.ir.target import Target, no_parts
 
 if TYPE_CHECKING:
     from rlx.compiler.control import Flow
@@ -68,11 +69,13 @@ def assembled(
     flows = _flows(groups, facts, lambda body, keys: assembled(body, target, inner, keys, foresee).program, key)
     alike = Alike(facts)
     slowest_first = sorted(groups, key=lambda g: _effort(g.anchor, facts), reverse=True)
-    run = ((g, flows[g].lowered if g in flows else alike.lowered(g)) for g in slowest_first)
+    run: Iterable[tuple[Group, Lowered]] = ((g, flows[g].lowered if g in flows else alike.lowered(g)) for g in slowest_first)
+    if target.parts is not no_parts and "factors" not in options.disable:
+        run = factored(dict(run), facts).items()
     bases = ((handle, facts.places.base(v)) for handle, v in facts.graph.assigns if facts.memory(v) is v)
     copies = ((handle, Lowered(copy_kernel(handle), (base, handle))) for handle, base in bases)
     made = _scheduled(chain[tuple[Group | Value, Lowered]](run, copies), facts, stages, foresee)
-    lowered = {group: made[group] for group in groups}
+    lowered = {group: made[group] for group in groups if group in made}
     reports = _reports(graphs["bind_dims"], facts, lowered)
     commit = {key: x for key, x in made.items() if isinstance(key, Value)}
     assembler = _Assembler(facts, lowered, commit, key, flows)

@@ -20,7 +20,7 @@ from rlx.records import record
 PRECISIONS = ("f32", "tf32", "f16", "bf16", "int8", "auto")
 OPTIONAL_PASSES = (
     "canonicalise", "tidy", "scores", "folding", "channels_last", "fuse", "operands", "followers", "quantised", "inplace",
-    "reuse", "concurrent", "control", "within",
+    "reuse", "concurrent", "control", "within", "factors",
 )  # fmt: skip
 RENAMED_PASSES = {"beside": "concurrent"}
 TUNE_SECONDS = 10.0  # tuning time per compile with tune=True

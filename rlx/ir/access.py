@@ -57,6 +57,7 @@ def accesses(kernel: Kernel) -> tuple[Access, ...]:
                 operand(s.a, (s.m, s.k), here, loops)
                 operand(s.b, (s.k, s.width), here, loops)
                 row = (*loops, (s.i, s.m))
+                block(s.before, here, row, -len(s.before))
                 block(s.epilogue, (*here, 0), (*row, (s.j, s.n)))
                 block(s.rows, here, row, 1)
             else:

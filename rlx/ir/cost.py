@@ -215,7 +215,7 @@ def _flops(body: Iterable[Stmt]) -> int:
         elif isinstance(s, Sort):
             total += s.n * _flops((Let(s.held, s.value),)) + s.kept * _flops(s.body)
         elif isinstance(s, Contract):
-            total += 2 * s.m * s.width * s.k + s.m * (s.n * _flops(s.epilogue) + _flops(s.rows))
+            total += 2 * s.m * s.width * s.k + s.m * (_flops(s.before) + s.n * _flops(s.epilogue) + _flops(s.rows))
             for o, rows, columns in ((s.a, s.m, s.k), (s.b, s.k, s.width)):
                 if isinstance(o, K.Computed):
                     each = (*o.body, Let(Var("value", o.value.dtype), o.value))

@@ -270,7 +270,8 @@ class Contract:
     (they read `acc`, `i`, `j`), and, once all j of row i are done, the statements `rows` (they read `i`). With `also`, b has as
     many columns again, and the epilogue reads also[i, j], the sum for column j + n of b. `tf32`: a renderer may round the
     operands, which are f32, to 10 bits of fraction. With `count`, an index expression, a grid point has exactly that many rows
-    instead of m; all points together have at most m."""
+    instead of m; all points together have at most m. The statements `before` (they read `i`) run before all others of row i,
+    which read their results, and store nothing."""
 
     i: Var
     j: Var
@@ -285,6 +286,7 @@ class Contract:
     also: Var | None = None
     tf32: bool = False
     count: Expr | None = None
+    before: tuple[Stmt, ...] = ()
 
     @property
     def width(self) -> int:

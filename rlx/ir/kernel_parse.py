@@ -270,15 +270,23 @@ class KernelParser(ExpressionParser):
         b = self.operand((k, n if also is None else 2 * n))
         tf32 = self.accept("tf32")
         self.advance()
-        epilogue = self.block(depth + 1)
-        rows: tuple[K.Stmt, ...] = ()
-        if self.depth == depth and self.accept("then"):
-            self.expect("each")
-            self.expect("row")
+        before = self.block(depth + 1) if self.titled(depth, "each", "row", "first") else ()
+        if before:
+            self.expect("then")
             self.expect(":")
             self.advance()
-            rows = self.block(depth + 1)
-        return K.Contract(i, j, m, n, k, a, b, acc, epilogue, rows, also, tf32, exact)
+        epilogue = self.block(depth + 1)
+        rows = self.block(depth + 1) if self.titled(depth, "then", "each", "row") else ()
+        return K.Contract(i, j, m, n, k, a, b, acc, epilogue, rows, also, tf32, exact, before)
+
+    def titled(self, depth: int, *words: str) -> bool:
+        """Whether the next line, of this depth, has these words and a colon; it is read then."""
+        if self.depth != depth or not self.accept(words[0]):
+            return False
+        for word in (*words[1:], ":"):
+            self.expect(word)
+        self.advance()
+        return True
 
     def computed_operand(self, depth: int) -> None:
         self.at += 1

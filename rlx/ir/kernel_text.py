@@ -144,6 +144,10 @@ class _Printer:
             acc += "" if s.also is None else f", {self.var(s.also, 'acc')}"
             rows = f"{s.m} exact {count}" if count else str(s.m)
             self.line(depth, f"contract {i} < {rows}, {j} < {s.n}, k < {s.k}: {acc} = {a} @ {b}{' tf32' * s.tf32}")
+            if s.before:
+                self.line(depth, "each row first:")
+                self.block(s.before, depth + 1)
+                self.line(depth, "then:")
             self.block(s.epilogue, depth + 1)
             if s.rows:
                 self.line(depth, "then each row:")

@@ -39,6 +39,10 @@ def _never(what: object) -> bool:
     return False
 
 
+def no_parts(product: Kernel, reader: Kernel) -> int:
+    return 0
+
+
 def _as_lowered(kernel: Kernel) -> Kernel:
     return kernel
 
@@ -74,6 +78,8 @@ class Target:
     `levels`: contractions read a left operand whose rows and columns lie in levels (Operand.row_levels), where it lies; without
     it, such an operand is copied first.
     `control`: steps of a program run as often as its data says (Program.bodies); without it, control flow is decomposed.
+    `parts(product, reader)`: columns over which a product stores sums of its results, so that another one, which reads them
+    scaled by a factor of each row, makes the factor of these sums (rlx/compiler/factors.py); 0: a kernel between them scales.
     `schedule(kernel)`: the kernel in the loop order, blocking and grid that suit the device: it computes the same from the same
     buffers. Lowering leaves these open. The kernel itself if nothing changes.
     """
@@ -109,6 +115,7 @@ class Target:
     follows: Callable[[Node], bool] = field(default=_always, compare=False)
     computes: Callable[[Producer], bool] = field(default=_never, compare=False)
     pairs: Callable[[Node], bool] = field(default=_never, compare=False)
+    parts: Callable[[Kernel, Kernel], int] = field(default=no_parts, compare=False)
     panel: Callable[..., tuple[int, int]] = field(default=_unpacked, compare=False)
     step: Callable[[str], int] = field(default=_single, compare=False)
     schedule: Callable[[Kernel], Kernel] = field(default=_as_lowered, compare=False)

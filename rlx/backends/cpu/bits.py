@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlx.backends.shared.nest import changed, distinct, operands, postorder, stores
 from rlx.ir.dtype import DType, u8, u16
+from rlx.ir.nest import changed, distinct, operands, postorder, stores
 
 from rlx.ir.kernel import (  # isort: skip
     Alu, Buffer, Check, Const, Expr, Kernel, Let, Load, Local, Loop, Stmt, Store, const, expressions, k, walk,

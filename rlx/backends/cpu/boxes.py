@@ -17,8 +17,8 @@ from dataclasses import replace
 from rlx.backends.cpu.index_split import is_threshold, switch
 from rlx.backends.cpu.loops import lanes_of, weight
 from rlx.backends.cpu.scope import remainder
-from rlx.backends.shared.nest import Dims, distinct, joined, operands, postorder, stores, substitute
 from rlx.ir.dtype import bool_
+from rlx.ir.nest import Dims, distinct, joined, operands, postorder, stores, substitute
 from rlx.records import record
 
 from rlx.ir.kernel import (  # isort: skip

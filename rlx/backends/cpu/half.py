@@ -12,11 +12,11 @@ from __future__ import annotations
 import struct
 
 from rlx.backends.cpu.scope import Scope, access
-from rlx.backends.shared.nest import postorder
 from rlx.host import alu
 from rlx.host.emit import V, vector
 from rlx.ir.dtype import bool_, f16, f32
 from rlx.ir.kernel import Alu, Const, Expr, Load
+from rlx.ir.nest import postorder
 
 FEATURES = frozenset({"avx512fp16", "fullfp16"})
 # A value in f16 is that in f32 exactly, or rounded; TINY: rounded, and maybe to 0 what is a small number of either sign in f32.

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from rlx.backends.shared.nest import distinct
 from rlx.ir.kernel import FOLD, Alu, Const, Expr, Loop, Var, coefficient, expressions
+from rlx.ir.nest import distinct
 
 MOST = 8  # most conditions that a loop is split for
 LEAST_VECTORS = 4  # least average number of vectors in a part

@@ -11,12 +11,12 @@ from rlx.backends.cpu.half import in_half
 from rlx.backends.cpu.index_split import parts
 from rlx.backends.cpu.scope import Scope, access, address, check, expr, value_to_store
 from rlx.backends.cpu.strided import MASKS
-from rlx.backends.shared.nest import nested, operands, stores
 from rlx.errors import CompileError
 from rlx.host import alu
 from rlx.host.emit import V, vector
 from rlx.ir.dtype import f16, i64, index_
 from rlx.ir.kernel import Alu, Check, Const, Expr, Let, Load, Loop, Stmt, Store, Var, coefficient, expressions, walk
+from rlx.ir.nest import nested, operands, stores
 
 MAX_LANES = 16
 TASKS_PER_THREAD = 6  # of a kernel, at most; several, so that a preempted thread does not hold up the others

@@ -27,10 +27,10 @@ from rlx.backends.cpu.loops import (  # isort: skip
 from rlx.backends.cpu.scope import Prefetch, Scope, expr, limit_of
 from rlx.backends.cpu.transpose import Crossing, collapsed, crossing, emit_tiles
 from rlx.backends.cpu.updates import updated_in_place
-from rlx.backends.shared.nest import Dims, distinct, joined, nested, stores
 from rlx.backends.shared.rounding import in_fewer
 from rlx.host.emit import Emitter, V
 from rlx.host.processor import fetches_ahead
+from rlx.ir.nest import Dims, distinct, joined, nested, stores
 from rlx.records import record
 
 from rlx.ir.kernel import (  # isort: skip

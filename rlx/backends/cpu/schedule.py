@@ -15,10 +15,10 @@ from rlx.backends.cpu.sorting import sorts
 from rlx.backends.cpu.updates import short_lines_together, updated_in_place, with_long_runs
 from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import in_f64, long_sums
-from rlx.backends.shared.nest import renamed, substitute
 from rlx.ir import kernel as K
 from rlx.ir.dtype import f64
 from rlx.ir.kernel import Check, Expr, Kernel, Let, Load, Local, Loop, Stmt, Store, Var, alu, coefficient, const, k, walk
+from rlx.ir.nest import renamed, substitute
 from rlx.ir.target import Target
 
 LEAST_RUN = 1024  # columns of a run: a few KB of each row

@@ -13,9 +13,9 @@ from dataclasses import replace
 from rlx.backends.cpu.loops import TASKS_PER_THREAD, contiguity
 from rlx.backends.shared.lines import better, is_nan
 from rlx.backends.shared.long_sums import long_totals, totals_in_blocks
-from rlx.backends.shared.nest import substitute
 from rlx.host.processor import fetches_ahead
 from rlx.ir.dtype import i32, index_
+from rlx.ir.nest import substitute
 
 from rlx.ir.kernel import (  # isort: skip
     EXTREMES, Carry, Check, Expr, Kernel, Let, Load, Local, Loop, Reduce, Stmt, Store, Var, coefficient, const, k, walk,

@@ -12,10 +12,10 @@ from functools import partial, reduce
 
 from rlx.backends.cpu.abi import LINE
 from rlx.backends.cpu.strided import reads_between, strided
-from rlx.backends.shared.nest import operands, postorder, substitute
 from rlx.host import alu
 from rlx.host.emit import Emitter, V, vector
 from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Kernel, Load, Local, Loop, Store, Var, coefficient, const, walk
+from rlx.ir.nest import operands, postorder, substitute
 from rlx.records import record
 
 Pointers = Mapping[Buffer | Local, V]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from rlx.backends.shared.nest import changed, joined, substitute
 from rlx.ir.dtype import DType, bool_, i32, index_, u32, u64
 from rlx.ir.kernel import Carry, Contract, Expr, Kernel, Let, Load, Local, Loop, Reduce, Sort, Stmt, Store, Var, const, k
+from rlx.ir.nest import changed, joined, substitute
 from rlx.records import record
 
 DIGIT = 8  # bits

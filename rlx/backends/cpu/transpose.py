@@ -23,11 +23,11 @@ from rlx.backends.cpu.abi import LINE
 from rlx.backends.cpu.kernels.tile import transposed
 from rlx.backends.cpu.loops import MAX_LANES, emit_statements, lanes_of
 from rlx.backends.cpu.scope import Scope, access, address
-from rlx.backends.shared.nest import distinct, stores, substitute
 from rlx.host import alu
 from rlx.host.emit import Emitter, V, vector
 from rlx.host.processor import fetches_ahead
 from rlx.ir.kernel import Buffer, Load, Local, Loop, Stmt, Store, Var, coefficient, const, expressions
+from rlx.ir.nest import distinct, stores, substitute
 from rlx.ir.target import Target
 from rlx.records import record
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rlx.backends.cpu.schedule_lines import LANES, same_rows
-from rlx.backends.shared.nest import Dims, changed, joined, nested, substitute
+from rlx.ir.nest import Dims, changed, joined, nested, substitute
 
 from rlx.ir.kernel import (  # isort: skip
     Buffer, Check, Expr, Kernel, Load, Local, Loop, Stmt, Store, Var, coefficient, const, k, walk,

@@ -13,9 +13,9 @@ from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.schedule import Tiled
 from rlx.backends.shared.contract_loops import without_contract
-from rlx.backends.shared.nest import substitute
 from rlx.ir.dtype import f32, index_
 from rlx.ir.kernel import Contract, Expr, Kernel, Let, Load, Loop, Operand, Stmt, Var, const, k
+from rlx.ir.nest import substitute
 from rlx.records import record
 
 DEPTH = 32  # products per element between barriers

@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from rlx.backends.shared.nest import changed, operands, postorder, substitute
 from rlx.ir.kernel import Alu, Check, Const, Expr, Kernel, Let, Load, Loop, Stmt, Store, Var, alu, coefficient, const, k, walk
+from rlx.ir.nest import changed, operands, postorder, substitute
 
 MOST = 4  # parts of a loop
 EVEN = 32  # of which parts are multiples, so that they keep their vectors

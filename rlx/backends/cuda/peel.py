@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from rlx.backends.cuda.rows import expr_key
 from rlx.backends.cuda.vectors import BYTES, MOST, aligned, in_vector
-from rlx.backends.shared.nest import substitute
 from rlx.ir.kernel import EXTREMES, Expr, Kernel, Let, Load, Local, Loop, Stmt, Store, Var, coefficient, const, k, walk
+from rlx.ir.nest import substitute
 from rlx.records import record
 
 LEAST, REDUCED = 512, 128  # elements of a row that gains, and of one that is only reduced

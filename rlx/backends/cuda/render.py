@@ -14,8 +14,8 @@ from rlx.backends.cuda.scan import Scan, chosen, place
 from rlx.backends.cuda.schedule import SHORT, WARP, Launch, Segments, checked_late, is_shared
 from rlx.backends.cuda.vectors import loads, loads_ahead, lone, stores, width
 from rlx.backends.shared.c_style import Writer
-from rlx.backends.shared.nest import identity
 from rlx.ir.dtype import DType, f32, f64, index_
+from rlx.ir.nest import identity
 
 from rlx.ir.kernel import (  # isort: skip
     EXTREMES, Alu, Buffer, Check, Expr, Kernel, Let, Load, Local, Loop, Native, Reduce, Stmt, Store, Var, coefficient, is_const,

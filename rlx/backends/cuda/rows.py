@@ -7,8 +7,8 @@ from collections import Counter
 from itertools import product
 
 from rlx.backends.cuda.vectors import BYTES, loads, stores, width
-from rlx.backends.shared.nest import operands, postorder
 from rlx.ir.kernel import Alu, Check, Const, Expr, Kernel, Let, Load, Local, Loop, Store, Var, walk
+from rlx.ir.nest import operands, postorder
 from rlx.records import record
 
 SMALL = 4  # elements that a thread takes at once, at least, if that deals out the row evenly

@@ -9,9 +9,9 @@ from typing import Any
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.schedule import WARP
 from rlx.backends.cuda.vectors import loads, stores, width
-from rlx.backends.shared.nest import identity, nested
 from rlx.ir.dtype import index_
 from rlx.ir.kernel import Alu, Buffer, Expr, Let, Load, Loop, Store, coefficient, is_const, walk
+from rlx.ir.nest import identity, nested
 
 
 class Scan:

@@ -12,8 +12,8 @@ from pathlib import Path
 from rlx.backends.cuda.render import WIDE, CudaWriter
 from rlx.backends.cuda.schedule import Launch
 from rlx.backends.cuda.vectors import width
-from rlx.backends.shared.nest import substitute
 from rlx.ir.kernel import Alu, Carry, Check, Expr, Kernel, Let, Load, Loop, Stmt, Store, Var, alu, coefficient, const, k, walk
+from rlx.ir.nest import substitute
 from rlx.ir.overlap import may_overlap
 from rlx.records import record
 

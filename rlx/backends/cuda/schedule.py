@@ -18,8 +18,8 @@ from rlx.backends.cuda.vectors import BYTES, MOST, loads_ahead, lone, rows_last,
 from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import long_sums
-from rlx.backends.shared.nest import nested
 from rlx.ir.kernel import Alu, Buffer, Check, Contract, Expr, Kernel, Let, Load, Local, Loop, Stmt, Store, Var, coefficient, walk
+from rlx.ir.nest import nested
 from rlx.ir.overlap import may_overlap, unaliased
 from rlx.records import record
 

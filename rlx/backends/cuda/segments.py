@@ -22,10 +22,10 @@ from rlx.backends.cuda.gemv_blocks import MOST_PIECES, of_blocks
 from rlx.backends.cuda.schedule import Launch, Segments
 from rlx.backends.cuda.tensor import on_tensor_cores
 from rlx.backends.cuda.warps import on_warps
-from rlx.backends.shared.nest import substitute
 from rlx.errors import CompileError
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import Alu, Const, Contract, Expr, Kernel, Limit, Operand, Var, const, is_const, k
+from rlx.ir.nest import substitute
 from rlx.ir.op import Kind
 
 FEW = (1, 2, 4, 8)  # rows of a tile of which each warp has some columns

@@ -21,10 +21,11 @@ from itertools import product
 
 from rlx.backends.cuda.blocks import turn_of
 from rlx.backends.cuda.schedule import Launch, Segments, TensorMap, busy_points
+from rlx.backends.cuda.tensor_rows import LEAST_ROWS, LONG_ROW, WIDTHS, Parts, factor_of, parts_of
 from rlx.backends.cuda.vectors import aligned, width
-from rlx.backends.shared.nest import substitute
 from rlx.ir.dtype import as_dtype, f32
 from rlx.ir.kernel import Alu, Const, Contract, Expr, Kernel, Operand, Store, Var, coefficient, const, walk
+from rlx.ir.nest import substitute
 from rlx.records import record
 
 KINDS = {  # dtypes of the operands and of the sums, and their names in the instruction
@@ -100,6 +101,7 @@ class Tiling:
     spare: int = 0  # columns that copies fetch beside those of the tile
     raw: int = 0  # bytes of the right operand's part of a stage, as it is in memory
     held: int = 0  # bytes of a block for other purposes
+    factors: int = 0  # bytes for the factors of rows
 
     @property
     def alternate(self) -> bool:
@@ -132,7 +134,7 @@ class Tiling:
     def stages(self) -> int:
         """An even number for groups that alternate: each stage is one's own."""
         limit = MANY_STAGES if self.deep and not self.alternate else STAGES
-        most = min(limit, (SHARED - WARPS * self.pitch - self.held - RAW * (self.raw + 8)) // (self.stage + 16))
+        most = min(limit, (SHARED - WARPS * self.pitch - self.held - self.factors - RAW * (self.raw + 8)) // (self.stage + 16))
         return most - most % 2 if self.alternate else most
 
     @property
@@ -142,7 +144,17 @@ class Tiling:
 
     @property
     def shared(self) -> int:
-        return self.ring + WARPS * self.pitch + 16 * self.stages + 8 * RAW
+        return self.ring + WARPS * self.pitch + 16 * self.stages + 8 * RAW + self.factors
+
+    @property
+    def scaled(self) -> int:
+        """Rows of the product whose results one group has."""
+        return self.columns if self.swapped else 64 * self.slabs
+
+    @property
+    def finished(self) -> int:
+        """Columns whose sums a group has in the end, where the last tile of a block is shared."""
+        return self.columns // self.shares
 
     def tiles(self, c: Contract) -> tuple[int, int]:
         return -(-c.m // self.rows), -(-c.width // self.columns)
@@ -254,6 +266,7 @@ class TensorLaunch(Launch):
     sides: tuple[Side, ...] = ()
     multiprocessors: int = 132
     results: Side | None = None  # where queued results go
+    parts_of_rows: Parts | None = None
 
     @property
     def contract(self) -> Contract:
@@ -340,7 +353,10 @@ def on_tensor_cores(
 ) -> TensorLaunch | None:
     """The launch of a kernel on tensor cores; None: it is no contraction of narrow floats that is worth it."""
     c = _contract(kernel)
-    if c is None or c.rows or kernel.locals or len(kernel.grid) > 3 or c.m < 16 or c.n < 16:
+    if c is None or (kernel.locals and not c.rows) or len(kernel.grid) > 3 or c.m < 16 or c.n < 16:
+        return None
+    parts = parts_of(kernel, c) if c.rows else None
+    if (c.rows and parts is None) or (c.before and (factor_of(c) is None or kernel.limits or kernel.grid or segments)):
         return None
     if not (isinstance(c.a, Operand) and isinstance(c.b, Operand)) or kind(c) not in KINDS:
         return None
@@ -348,7 +364,7 @@ def on_tensor_cores(
         return None
     if any(x.var is not c.i for x in kernel.limits):
         return None
-    tiling = tiling or _tiling(kernel, c, multiprocessors, segments)
+    tiling = tiling or _tiling(kernel, c, multiprocessors, segments, parts)
     if tiling is None:
         return None
     deep = _is_deep(c) and not segments
@@ -357,7 +373,7 @@ def on_tensor_cores(
     a = _side(kernel, c, c.a, c.m, c.a.row_stride, c.a.col_stride, tiling.rows, segments)
     b = _side(kernel, c, c.b, c.width, c.b.col_stride, c.b.row_stride, tiling.columns if c.also is None else CHUNK // 2, segments)
     results = _results(kernel, c, segments) if tiling.queued and a.tensor and b.tensor and not b.raw else None
-    tiling = replace(_held(tiling, b, segments, deep), queued=results is not None)
+    tiling = replace(_held(tiling, b, segments, deep, bool(c.before)), queued=results is not None)
     if segments and not (c.b.blocks or (a.tensor and b.tensor and not b.raw)):
         return None
     if (c.also is not None and not (b.tensor and b.along and not b.raw)) or (is_widened(c) and not b.tensor):
@@ -366,7 +382,7 @@ def on_tensor_cores(
     threads, shared = GROUP * (3 if a.tensor and b.tensor else 4), tiling.shared
     return TensorLaunch(
         kernel, threads, threads, shared=shared, tiling=tiling, sides=(a, b), multiprocessors=multiprocessors, segments=segments,
-        results=results,
+        results=results, parts_of_rows=parts,
     )  # fmt: skip
 
 
@@ -395,7 +411,9 @@ def _rounded(kernel: Kernel, a: Operand, b: Operand) -> bool:
     return not b.exact and a.col_stride == 1 and turn_of(b.blocks).exact and (wide or a.dtype != f32)
 
 
-def _tiling(kernel: Kernel, c: Contract, multiprocessors: int, segments: Segments | None = None) -> Tiling | None:
+def _tiling(
+    kernel: Kernel, c: Contract, multiprocessors: int, segments: Segments | None = None, parts: Parts | None = None
+) -> Tiling | None:
     """The cheapest tiling. The summed axis is shared only by the last tile of each block; not with `segments`, whose tiles have
     as many rows as the product."""
     assert isinstance(c.a, Operand) and isinstance(c.b, Operand)
@@ -412,7 +430,7 @@ def _tiling(kernel: Kernel, c: Contract, multiprocessors: int, segments: Segment
     def fits(t: Tiling) -> bool:
         if not (plain and long) and (t.swapped or t.rows == TALL):
             return False
-        if not plain and t.columns % 16:
+        if (not plain and t.columns % 16) or (parts and not has_parts(t, parts.width)):
             return False
         c = of[t.swapped]
         if segments and (t.parts > 1 or t.rows != segments.rows or t.columns not in OF_GROUPS):
@@ -440,8 +458,23 @@ def _tiling(kernel: Kernel, c: Contract, multiprocessors: int, segments: Segment
     def order(t: Tiling) -> tuple[float, int]:  # of tiles that cost the same, the taller ones
         return t.caution * t.cost(of[t.swapped], points, multiprocessors, not copied), -t.rows
 
-    held = (_held(t, b, segments, _is_deep(c)) for t in TILINGS)
+    held = (_held(t, b, segments, _is_deep(c), bool(c.before)) for t in TILINGS)
     return min(filter(fits, held), key=order, default=None)
+
+
+def has_parts(t: Tiling, size: int) -> bool:
+    """Whether a warp has whole parts of a row, of `size` columns, at once, and all of its lanes have elements of them."""
+    own = {t.finished, t.columns if t.parts > 1 else t.finished}
+    return not t.swapped and all(n == CHUNK // 2 or n % CHUNK == 0 for n in own) and min(*own, CHUNK) % size == 0 and not t.queued
+
+
+def parts_between(arch: str, product: Kernel, reader: Kernel) -> int:
+    """Target.parts: those of products of many rows, whose operands are copied in bulk."""
+    c = _contract(product)
+    if arch != "sm_90a" or c is None or c.m < LEAST_ROWS or c.m % 16 or c.n % max(WIDTHS):
+        return 0
+    found = [on_tensor_cores(x) for x in (product, reader)]
+    return 0 if any(x is None or x.by_threads for x in found) else WIDTHS[c.n >= LONG_ROW]
 
 
 def _is_plain(kernel: Kernel, c: Contract) -> bool:
@@ -458,7 +491,7 @@ def _is_deep(c: Contract) -> bool:
 def _results(kernel: Kernel, c: Contract, segments: Segments | None) -> Side | None:
     """Boxes of 16 rows by 64 columns of the result, if that is the sums, rounded to 16 bits, of all rows."""
     s = c.epilogue[0] if len(c.epilogue) == 1 else None
-    if not isinstance(s, Store) or s.value is not c.acc or s.guard is not None or s.buffer.dtype.name not in ("f16", "bf16"):
+    if not isinstance(s, Store) or not _is_scaled(c, s.value) or s.guard is not None or s.buffer.dtype.name not in ("f16", "bf16"):
         return None
     stride = coefficient(s.index, c.i)
     if coefficient(s.index, c.j) != 1 or stride is None or itemsize(c) != 2 or c.acc.dtype != f32:
@@ -470,10 +503,17 @@ def _results(kernel: Kernel, c: Contract, segments: Segments | None) -> Side | N
     return found if found.tensor else None
 
 
-def _held(t: Tiling, b: Side, segments: Segments | None, deep: bool) -> Tiling:
+def _is_scaled(c: Contract, value: Expr) -> bool:
+    """Whether it is the sum, or the sum times the factor of its row."""
+    times = isinstance(value, Alu) and value.op == "mul" and value.args[0] is c.acc and bool(c.before)
+    return value is c.acc or (times and value.args[1] is factor_of(c))  # type: ignore[union-attr]
+
+
+def _held(t: Tiling, b: Side, segments: Segments | None, deep: bool, factors: bool = False) -> Tiling:
     """The tiling with the memory that it takes beside its tiles. Copies of columns that are not `along` are 64 wide."""
     spare = 0 if b.along or t.swapped else -t.columns % CHUNK
-    return replace(t, spare=spare, deep=deep and not segments, held=segments.shared if segments else 0)
+    own = 2 * 4 * t.scaled if factors else 0
+    return replace(t, spare=spare, deep=deep and not segments, held=segments.shared if segments else 0, factors=own)
 
 
 def _side(
@@ -531,4 +571,4 @@ def _constant(offset: Expr, terms: Sequence[tuple[Var, int]]) -> int | None:
     return at(offset)
 
 
-__all__ = ["TILINGS", "Side", "TensorLaunch", "Tiling", "depth", "is_widened", "itemsize", "kind", "on_tensor_cores", "promoted"]
+__all__ = ["TILINGS", "Side", "TensorLaunch", "Tiling", "depth", "has_parts", "is_widened", "itemsize", "kind", "on_tensor_cores", "parts_between", "promoted"]

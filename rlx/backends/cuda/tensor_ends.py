@@ -7,9 +7,10 @@ from typing import NamedTuple
 from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.rows import key_of
 from rlx.backends.cuda.tensor import CHUNK, GROUP, TensorLaunch
+from rlx.backends.cuda.tensor_rows import Parts, factor_of
 from rlx.backends.cuda.vectors import loads, width
 from rlx.ir.dtype import f32
-from rlx.ir.kernel import Contract
+from rlx.ir.kernel import Contract, Loop, Store
 
 
 class Pieces(NamedTuple):
@@ -91,6 +92,8 @@ class TileEnds(CudaWriter):
         f16, more = str(side.tensor.dtype == "f16").lower(), "".join(f", (int){self.names[v]}" for v in side.axes)
         self.line("unsigned char* const boxes = (unsigned char*)staged + lane / 4 * 128 + lane % 4 * 4;")
         self.line("rlx_stored();  // those of the tile before")
+        if c.before:
+            self.scale()
         with self.scope(["#pragma unroll", f"for (int q = 0; q < {t.slabs * t.columns // 8}; q++) {{"]):
             self.line("unsigned char* const to = boxes + q / 8 * 2048 + (q % 8 ^ lane / 4) * 16;")
             self.line("const float* const from = sum[0] + q * 4;")
@@ -105,6 +108,50 @@ class TileEnds(CudaWriter):
                 row = f"row0 + {group}{slab * 64} + warp % 4 * 16"
                 self.line(f"rlx_store_box(&map_out, (unsigned char*)staged + {n * 2048}, column0 + {column}, {row}{more});")
             self.line('asm volatile("cp.async.bulk.commit_group;" ::: "memory");')
+
+    def factors(self, c: Contract) -> None:
+        """The factors of the rows of a group's results, in shared memory; other tiles of the same rows have them, too. Four threads
+        add up the sums of a row."""
+        t, (total, *lets) = self.launch.tiling, c.before
+        assert isinstance(total, Loop)
+        first = "column0" if t.swapped else self.first_row
+        row, most = (c.j, c.n) if t.swapped else (c.i, c.m)
+        meet = 'asm volatile("bar.sync %0, 128;" ::"r"(4 + group) : "memory");' if t.swapped else "__syncwarp();"
+        own = "threadIdx.x % 128 / 4 + n * 32" if t.swapped else "n / 2 * 64 + warp % 4 * 16 + n % 2 * 8 + lane / 4"
+        with self.scope([f"if ({first} != scaled) {{"]), self.alone():
+            self.line(meet)
+            with self.scope(["#pragma unroll", f"for (int n = 0; n < {-(-t.scaled // 32)}; n++) {{"]):
+                self.line(f"const int own = {own}, at = {first} + own;")
+                if t.scaled % 32:
+                    self.line(f"if (own >= {t.scaled}) break;")
+                i, p, s = (self.fresh(name) for name in "ips")
+                self.names |= {row: i, total.var: p, total.reduces[0].result: s}
+                self.line(f"const rlx_index {i} = at < {most} ? at : {most - 1};")
+                self.line(f"float {s} = 0;")
+                with self.scope(["#pragma unroll", f"for (rlx_index {p} = lane % 4; {p} < {total.extent}; {p} += 4) {{"]):
+                    self.line(f"{s} += {self.value(total.reduces[0].value)};")
+                self.line(f"{s} += __shfl_xor_sync(0xffffffffu, {s}, 1);")
+                self.line(f"{s} += __shfl_xor_sync(0xffffffffu, {s}, 2);")
+                self.block(lets)
+                self.line(f"if (lane % 4 == 0) factors[own] = {self.names[factor_of(c)]};")
+            self.line(meet)
+            self.line(f"scaled = {first};")
+
+    def scale(self) -> None:
+        """The sums times the factors of their rows."""
+        t = self.launch.tiling
+        with self.scope(["#pragma unroll", f"for (int slab = 0; slab < {t.slabs}; slab++) {{"]):
+            self.line("const float* const of_row = factors + slab * 64 + warp % 4 * 16 + lane / 4;")
+            self.line("const float low = of_row[0], high = of_row[8];")
+            with self.scope(["#pragma unroll", f"for (int n = 0; n < {t.columns // 2}; n += 4) {{"]):
+                self.line("float* const of = sum[slab] + n;")
+                self.line("of[0] *= low, of[1] *= low, of[2] *= high, of[3] *= high;")
+
+    @property
+    def first_row(self) -> str:
+        """Of a group."""
+        t = self.launch.tiling
+        return "row0" if t.turns or t.alternate else f"(row0 + group * {t.slabs * 64})"
 
     def epilogue(self, c: Contract) -> None:
         """Piece after piece, in a loop: the code for all of them would not stay in the instruction cache."""
@@ -169,6 +216,19 @@ class TileEnds(CudaWriter):
         self.names[c.i] = i
         return j
 
+    def store(self, s: Store, value: str) -> str:
+        parts = self.launch.parts_of_rows
+        return f"part += {value};" if parts and s.buffer is parts.terms else super().store(s, value)
+
+    def store_part(self, parts: Parts, size: int, column: str) -> None:
+        """The sum of a part, of which adjacent lanes have `size` elements each."""
+        each = parts.width // size
+        for by in (n for n in (8, 4, 2, 1) if n < each):
+            self.line(f"part += __shfl_xor_sync(0xffffffffu, part, {by});")
+        self.names[parts.part], self.names[parts.total] = f"({column} / {parts.width})", "part"
+        with self.scope([f"if (lane % {each} == 0) {{"]):
+            self.block([parts.put])
+
     def loads_of_piece(self, c: Contract, pieces: Pieces) -> None:
         """Start all loads of a piece before the first one is waited for; before its products, where it is all of the tile."""
         var, _ = self.launch.tiling.adjacent(c)
@@ -194,8 +254,16 @@ class TileEnds(CudaWriter):
                 self.line(f"rlx_staged({name}, staged, e / {wide}, {column} + e % {wide});")
             text = f"{name}[{'v' if size > 1 else 0}]"
             self.names[var] = text if var.dtype == f32 else f"({self.type(var.dtype)})__float_as_int({text})"
+        if c.before:
+            swapped = self.launch.tiling.swapped
+            row = f"{self.names[c.j]} - column0" if swapped else f"{self.names[c.i]} - {self.first_row}"
+            self.names[factor_of(c)] = self.fix("f", f32, f"factors[{row}]")  # type: ignore[index]
+        if parts := self.launch.parts_of_rows:
+            self.line("float part = 0;")
         if size > 1:
             self.in_vectors(c.epilogue, (), adjacent, size, first)
+            if parts:
+                self.store_part(parts, size, first)
         else:
             self.names[adjacent] = first
             self.block(c.epilogue)

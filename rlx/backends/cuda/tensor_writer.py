@@ -32,6 +32,9 @@ class TensorWriter(PackedCopies, TileEnds):
     def attributes(self) -> str:  # type: ignore[override]
         return f"__cluster_dims__({self.launch.tiling.parts}) " if self.launch.tiling.parts > 1 else ""
 
+    def declare_locals(self) -> None:
+        """Sums take the place of the Local that they are made of."""
+
     def coordinates(self) -> Iterator[str]:
         yield "const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;"
         if self.launch.tiling.parts > 1:
@@ -83,6 +86,10 @@ class TensorWriter(PackedCopies, TileEnds):
         with self.scope(["else {"]), self.alone():
             self.line(f"rlx_take<{taken}>();")
             self.line(f"const int group = __shfl_sync(0xffffffffu, warp / 4 - {at.copying}, 0);  // in a uniform register")
+            if c.before:
+                start = f"rlx_ring + {t.shared - t.factors}"
+                self.line(f"float* const factors = (float*)({start}) + group * {t.scaled};")
+                self.line("int scaled = -1;  // the first row of those whose factors are there")
             if t.turns:
                 self.line("int taken = 0;")
                 self.line("if (group == 1) rlx_group_next(0);")
@@ -327,6 +334,8 @@ class TensorWriter(PackedCopies, TileEnds):
         self.place(c)
         if t.turns:
             self.line(f"if (taken++ % 2 != group) {{ turn += {-(-c.k // depth(c))}; continue; }}")
+        if c.before:
+            self.factors(c)
         if (pieces := self.pieces(c)).count == 1:
             self.line("constexpr int piece = 0;")
             self.place_piece(c, pieces)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlx.backends.shared.nest import distinct
+from rlx.ir.nest import distinct
 
 from rlx.ir.kernel import (  # isort: skip
     Alu, Buffer, Check, Const, Expr, Kernel, Let, Load, Local, Loop, Stmt, Store, Var, coefficient, expressions, walk,

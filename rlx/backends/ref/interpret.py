@@ -20,10 +20,10 @@ import numpy as np
 from rlx.backends.ref.scalar import compute, convert, reduce_ufunc
 from rlx.backends.shared.lines import carried
 from rlx.backends.shared.loaded import POISON
-from rlx.backends.shared.nest import identity
 from rlx.errors import VerifyError
 from rlx.ir import kernel as K
 from rlx.ir.kernel import Buffer, Expr, Kernel, Load, Local, Stmt
+from rlx.ir.nest import identity
 from rlx.ir.op import OPS
 
 _EXTREMES = {"argmax": np.argmax, "argmin": np.argmin}  # the first on ties, the first NaN if there is one
@@ -87,7 +87,7 @@ def _volume(body: Sequence[Stmt]) -> int:
         elif isinstance(s, K.Sort):
             most = max(most, s.n * _volume(s.body))
         elif isinstance(s, K.Contract):
-            inner = max(s.n * _volume(s.epilogue), _volume(s.rows), s.k * _volume_of(s.a))
+            inner = max(_volume(s.before), s.n * _volume(s.epilogue), _volume(s.rows), s.k * _volume_of(s.a))
             most = max(most, s.m * inner, s.k * s.width * _volume_of(s.b))
         elif isinstance(s, K.Native):
             most = max(most, math.prod(n for _, n in s.axes) * _volume(s.epilogue))
@@ -123,7 +123,7 @@ def _depth(body: Sequence[Stmt]) -> int:
         if isinstance(s, (K.Loop, K.Sort)):
             most = max(most, 1 + _depth(s.body))
         elif isinstance(s, K.Contract):
-            most = max(most, 2 + _depth(s.epilogue), 1 + _depth(s.rows))
+            most = max(most, 1 + _depth(s.before), 2 + _depth(s.epilogue), 1 + _depth(s.rows))
             for o in (s.a, s.b):
                 most = max(most, 1 + _depth(o.before), 2 + _depth(o.body)) if isinstance(o, K.Computed) else most
         elif isinstance(s, K.Native):
@@ -257,7 +257,7 @@ class _Chunk:
         for n, var in enumerate([c.acc] if c.also is None else [c.acc, c.also]):
             own = acc[..., n * c.n : (n + 1) * c.n]
             self.env[var] = own.reshape(own.shape + (1,) * (self.rank - 3))
-        for axes, size, body in ((2, c.m * c.n, c.epilogue), (1, c.m, c.rows)):
+        for axes, size, body in ((1, c.m, c.before), (2, c.m * c.n, c.epilogue), (1, c.m, c.rows)):
             with self.scope(axes, size):
                 if size:
                     self.block(body)

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from rlx.backends.shared.c_dialect import Dialect
 from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.lines import in_loops
-from rlx.backends.shared.nest import identity, operands, postorder
 from rlx.errors import CompileError
 from rlx.ir import kernel as K
 from rlx.ir.dtype import DType, index_
 from rlx.ir.kernel import Alu, Buffer, Expr, Kernel, Load, Local, Loop, Stmt, Store, Var, expressions, parts_of, walk
+from rlx.ir.nest import identity, operands, postorder
 
 INLINE = 60  # characters; longer index expressions get a name even if they are used once
 

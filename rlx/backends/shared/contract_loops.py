@@ -19,7 +19,7 @@ def without_contract(kernel: Kernel) -> Kernel:
     if found.count is not None:
         raise CompileError(f"kernel {kernel.name!r}: a target that claims segment_matmul renders groups of rows itself")
     step, dtype = Var("k"), found.acc.dtype
-    before = _row(found.a, found.i) if isinstance(found.a, Computed) else ()
+    before = (*found.before, *(_row(found.a, found.i) if isinstance(found.a, Computed) else ()))
     inside, a = _element(found.a, found.i, step, found.k)
     again = _row(found.b, step) if isinstance(found.b, Computed) else ()  # b is recomputed for every product that is summed
     body, products = (*inside, *again), list[Reduce]()
@@ -29,7 +29,7 @@ def without_contract(kernel: Kernel) -> Kernel:
             body, products = (*body, *inside_b), [*products, Reduce(acc, "add", k.mul(k.cast(a, dtype), k.cast(b, dtype)))]
     element = (Loop(step, found.k, body, vector=not body, reduces=tuple(products)), *found.epilogue)
     grid = (*kernel.grid, (found.i, found.m))
-    if not (found.rows or before[1:]):
+    if not (found.rows or found.before or before[1:]):
         return replace(kernel, grid=(*grid, (found.j, found.n)), body=(*before, *element))
     return replace(kernel, grid=grid, body=(*before, Loop(found.j, found.n, element), *found.rows))
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rlx.backends.shared.nest import changed, substitute
 from rlx.ir.dtype import bool_, index_
 from rlx.ir.kernel import EXTREMES, Carry, Contract, Expr, Kernel, Let, Load, Local, Loop, Sort, Stmt, Store, Var, const, k
+from rlx.ir.nest import changed, substitute
 
 
 def in_loops(kernel: Kernel, extremes: bool = True) -> Kernel:

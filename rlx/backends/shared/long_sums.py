@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from rlx.backends.shared.nest import changed, renamed, substitute
 from rlx.ir.dtype import DType, f32, f64
 from rlx.ir.kernel import RUNNING, Alu, Carry, Expr, Kernel, Let, Loop, Reduce, Stmt, Var, alu, const, k
+from rlx.ir.nest import changed, renamed, substitute
 
 SHORT = 8192  # up to this length a sum is not split: covers the rows of most networks
 BLOCK = 2048

@@ -21,9 +21,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from rlx.backends.shared.nest import operands, postorder, substitute
 from rlx.ir.dtype import f32, i8, i32, u8
 from rlx.ir.kernel import Alu, Const, Expr, Kernel, Load, alu, k, walk
+from rlx.ir.nest import operands, postorder, substitute
 from rlx.records import record
 
 MOST_ZERO = 1 << 10  # of zero points

@@ -13,9 +13,9 @@ from rlx.backends.cpu.kernels.tile import LINE, lane_mask
 from rlx.backends.cpu.kernels.tiles import Plan, kept_locals, past_caches, results_in_lines
 from rlx.backends.cpu.loops import emit_statements, hoist, weight
 from rlx.backends.cpu.scope import Beside, Scope, expr, limit_of
-from rlx.backends.shared.nest import substitute
 from rlx.host.emit import Emitter, V, stored, vector
 from rlx.host.processor import fetches_ahead
+from rlx.ir.nest import substitute
 
 from rlx.ir.kernel import (  # isort: skip
     Alu, Buffer, Computed, Const, Contract, Expr, Kernel, Load, Local, Loop, Operand, Stmt, Store, Var, coefficient, k,

@@ -117,7 +117,8 @@ def renamed(part: object) -> dict[Var, Expr]:
 
 # record -> its fields of statements
 BLOCKS = {
-    Loop: ("body",), Sort: ("body",), K.Contract: ("epilogue", "rows"), K.Computed: ("before", "body"), K.Native: ("epilogue",)
+    Loop: ("body",), Sort: ("body",), K.Contract: ("before", "epilogue", "rows"), K.Computed: ("before", "body"),
+    K.Native: ("epilogue",),
 }  # fmt: skip
 
 
