@@ -111,7 +111,7 @@ def test_two_products_are_all_that_runs(shape, norm, end):
     of = numbers(g)
     apart = interpreted(lower(g, target("sm_90a"), rlx.CompileOptions(disable=("factors",))), of)
     pairs = zip(*(errors(found, of, norm, end) for found in (interpreted(program, of), apart)))
-    assert all(own < 1.1 * other for own, other in pairs)
+    assert all(own < 1.1 * other + 1e-6 for own, other in pairs)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def with_tiling(monkeypatch, tiling: Tiling, of_first: bool) -> None:
     """Of the first product, or of the second one."""
 
     def chosen(kernel: Kernel) -> TensorLaunch | None:
-        (c,) = kernel.body
-        own = bool(c.rows if of_first else c.before)  # type: ignore[union-attr]
+        c = kernel.body[0]
+        own = isinstance(c, Contract) and bool(c.rows if of_first else c.before)
         return on_tensor_cores(kernel, tiling=tiling if own else None)
 
     fixed(monkeypatch, "on_tensor_cores", chosen)
@@ -172,7 +172,7 @@ def test_results_agree_with_f64_on_a_gpu(shape, norm, end):
         again = compiled.run({"a": of["a"], "r": of["r"]})
         assert all(x.tobytes() == y.tobytes() for x, y in zip(found[-1], again))
     pairs = zip(*(errors(x, of, norm, end) for x in found))
-    assert all(own < 1.1 * other for own, other in pairs)
+    assert all(own < 1.1 * other + 1e-6 for own, other in pairs)
 
 
 @on_gpu

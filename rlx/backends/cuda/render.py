@@ -66,6 +66,7 @@ class CudaWriter(Writer):
         self.row, self.round = launch.row, ""  # the latter: the number of the part of a row, in its loop
         self.registers: dict[Key, str] = {}  # loads of a row -> the array that holds it
         self.loaded: set[Key] = set()
+        self.same: set[Key] = set()  # of the former, those that are the same in all parts of a row
         registers = self.row.locals if self.row else frozenset()
         # memory by which threads exchange values
         self.passed = stored.difference(registers) & {x.buffer for x in inside if isinstance(x, Load)}
@@ -339,7 +340,7 @@ class CudaWriter(Writer):
             key, fetch = key_of(x, var), "rlx_fetch"
             if key in self.registers and x.guard is None:
                 fetch = "rlx_stream" if x.buffer.dtype.itemsize <= 2 else fetch  # leaves the L1 cache to shared operands
-                held[id(x)] = f"{self.registers[key]}[{self.round}]"
+                held[id(x)] = f"{self.registers[key]}[{'0' if key in self.same else self.round}]"
                 if key in self.loaded:
                     continue
                 self.loaded.add(key)

@@ -148,8 +148,8 @@ class Tiling:
 
     @property
     def scaled(self) -> int:
-        """Rows of the product whose results one group has."""
-        return self.columns if self.swapped else 64 * self.slabs
+        """Rows of the product in a tile."""
+        return self.columns if self.swapped else self.rows
 
     @property
     def finished(self) -> int:
@@ -512,7 +512,7 @@ def _is_scaled(c: Contract, value: Expr) -> bool:
 def _held(t: Tiling, b: Side, segments: Segments | None, deep: bool, factors: bool = False) -> Tiling:
     """The tiling with the memory that it takes beside its tiles. Copies of columns that are not `along` are 64 wide."""
     spare = 0 if b.along or t.swapped else -t.columns % CHUNK
-    own = 2 * 4 * t.scaled if factors else 0
+    own = (2 if t.turns else 1) * 4 * t.scaled + 4 * 8 if factors else 0  # and of barriers
     return replace(t, spare=spare, deep=deep and not segments, held=segments.shared if segments else 0, factors=own)
 
 

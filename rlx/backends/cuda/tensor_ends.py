@@ -10,7 +10,7 @@ from rlx.backends.cuda.tensor import CHUNK, GROUP, TensorLaunch
 from rlx.backends.cuda.tensor_rows import Parts, factor_of
 from rlx.backends.cuda.vectors import loads, width
 from rlx.ir.dtype import f32
-from rlx.ir.kernel import Contract, Loop, Store
+from rlx.ir.kernel import Contract, Loop, Store, coefficient
 
 
 class Pieces(NamedTuple):
@@ -22,15 +22,21 @@ class Pieces(NamedTuple):
     size: int
     wide: int
     swapped: bool
+    once: bool = False  # the first round alone
 
     @property
     def rounds(self) -> int:
-        return -(-16 * self.wide // (32 * self.size))
+        return 1 if self.once else -(-16 * self.wide // (32 * self.size))
+
+    @property
+    def same_columns(self) -> bool:
+        """Whether a lane has elements of the same columns in each round."""
+        return self.swapped or 32 * self.size % self.wide == 0
 
     def loop(self) -> list[str]:
         head = f"for (int n = 0; n < {self.rounds}; n++) {{"
         each, lane = (64, "threadIdx.x % 128") if self.swapped else (16, "lane")
-        some = f"if (e < {each * self.wide}) " if self.rounds * 32 * self.size > 16 * self.wide else ""
+        some = f"if (e < {each * self.wide}) " if self.wide % (2 * self.size) else ""
         return ["#pragma unroll", head, f"const int e = (n * {2 * each} + {lane}) * {self.size}; {some}{{"]
 
     @property
@@ -110,48 +116,55 @@ class TileEnds(CudaWriter):
             self.line('asm volatile("cp.async.bulk.commit_group;" ::: "memory");')
 
     def factors(self, c: Contract) -> None:
-        """The factors of the rows of a group's results, in shared memory; other tiles of the same rows have them, too. Four threads
-        add up the sums of a row."""
+        """The factors of a tile's rows, to shared memory: three warps that copy nothing make them while others multiply. Four
+        threads add up the sums of a row."""
         t, (total, *lets) = self.launch.tiling, c.before
         assert isinstance(total, Loop)
-        first = "column0" if t.swapped else self.first_row
-        row, most = (c.j, c.n) if t.swapped else (c.i, c.m)
-        meet = 'asm volatile("bar.sync %0, 128;" ::"r"(4 + group) : "memory");' if t.swapped else "__syncwarp();"
-        own = "threadIdx.x % 128 / 4 + n * 32" if t.swapped else "n / 2 * 64 + warp % 4 * 16 + n % 2 * 8 + lane / 4"
-        with self.scope([f"if ({first} != scaled) {{"]), self.alone():
-            self.line(meet)
-            with self.scope(["#pragma unroll", f"for (int n = 0; n < {-(-t.scaled // 32)}; n++) {{"]):
-                self.line(f"const int own = {own}, at = {first} + own;")
-                if t.scaled % 32:
-                    self.line(f"if (own >= {t.scaled}) break;")
-                i, p, s = (self.fresh(name) for name in "ips")
-                self.names |= {row: i, total.var: p, total.reduces[0].result: s}
-                self.line(f"const rlx_index {i} = at < {most} ? at : {most - 1};")
-                self.line(f"float {s} = 0;")
-                with self.scope(["#pragma unroll", f"for (rlx_index {p} = lane % 4; {p} < {total.extent}; {p} += 4) {{"]):
-                    self.line(f"{s} += {self.value(total.reduces[0].value)};")
-                self.line(f"{s} += __shfl_xor_sync(0xffffffffu, {s}, 1);")
-                self.line(f"{s} += __shfl_xor_sync(0xffffffffu, {s}, 2);")
-                self.block(lets)
-                self.line(f"if (lane % 4 == 0) factors[own] = {self.names[factor_of(c)]};")
-            self.line(meet)
-            self.line(f"scaled = {first};")
+        (row, most), i, p, s = (c.j, c.n) if t.swapped else (c.i, c.m), *(self.fresh(name) for name in "ips")
+        self.names |= {row: i, total.var: p, total.reduces[0].result: s}
+        self.line(f"if (taken >= {1 + t.turns}) rlx_await(used{self.own_turn}, {self.turn_number} + 1 & 1);")
+        with self.scope([f"for (int own = threadIdx.x / 4 - 8; own < {t.scaled}; own += 24) {{"]):
+            self.line(f"const rlx_index at = {self.first_scaled} + own, {i} = at < {most} ? at : {most - 1};")
+            self.line(f"float {s} = 0;")
+            with self.scope(["#pragma unroll 8", f"for (rlx_index {p} = lane % 4; {p} < {total.extent}; {p} += 4) {{"]):
+                self.line(f"{s} += {self.value(total.reduces[0].value)};")
+            self.line(f"{s} += __shfl_xor_sync(0xffffffffu, {s}, 1);")
+            self.line(f"{s} += __shfl_xor_sync(0xffffffffu, {s}, 2);")
+            self.block(lets)
+            self.line(f"if (lane % 4 == 0) {self.own_factors}[own] = {self.names[factor_of(c)]};")  # type: ignore[index]
+        self.line("__syncwarp();")
+        self.line(f"if (lane == 0) rlx_arrive(ready{self.own_turn});")
+        self.line("taken++;")
+
+    @property
+    def own_turn(self) -> str:
+        return " + taken % 2" if self.launch.tiling.turns else ""
+
+    @property
+    def turn_number(self) -> str:
+        """Of the tile, among those with the same barriers."""
+        return "taken / 2" if self.launch.tiling.turns else "taken"
+
+    @property
+    def own_factors(self) -> str:
+        t = self.launch.tiling
+        return f"(factors + taken % 2 * {t.scaled})" if t.turns else "factors"
+
+    @property
+    def first_scaled(self) -> str:
+        """The first row of those whose factors a tile needs."""
+        return "column0" if self.launch.tiling.swapped else "row0"
 
     def scale(self) -> None:
         """The sums times the factors of their rows."""
         t = self.launch.tiling
         with self.scope(["#pragma unroll", f"for (int slab = 0; slab < {t.slabs}; slab++) {{"]):
-            self.line("const float* const of_row = factors + slab * 64 + warp % 4 * 16 + lane / 4;")
+            group = "" if t.turns or t.alternate else f"group * {t.slabs * 64} + "
+            self.line(f"const float* const of_row = {self.own_factors} + {group}slab * 64 + warp % 4 * 16 + lane / 4;")
             self.line("const float low = of_row[0], high = of_row[8];")
             with self.scope(["#pragma unroll", f"for (int n = 0; n < {t.columns // 2}; n += 4) {{"]):
                 self.line("float* const of = sum[slab] + n;")
                 self.line("of[0] *= low, of[1] *= low, of[2] *= high, of[3] *= high;")
-
-    @property
-    def first_row(self) -> str:
-        """Of a group."""
-        t = self.launch.tiling
-        return "row0" if t.turns or t.alternate else f"(row0 + group * {t.slabs * 64})"
 
     def epilogue(self, c: Contract) -> None:
         """Piece after piece, in a loop: the code for all of them would not stay in the instruction cache."""
@@ -171,11 +184,12 @@ class TileEnds(CudaWriter):
             with self.scope(pieces.loop(), 2):
                 self.elements(c, pieces)
             self.line(meet)
-        self.registers.clear()
-        self.loaded.clear()
+        for known in (self.registers, self.loaded, self.same):
+            known.clear()
 
     def pieces(self, c: Contract) -> Pieces:
         t, size = self.launch.tiling, width(c.epilogue, (), *self.launch.tiling.adjacent(c))
+        size = min(size, 4) if c.rows else size  # threads 32 bytes apart read a bank of shared memory in turn
         each = -(-self.finished // self.chunk)
         return Pieces(t.slabs * each, each, size, self.chunk if c.also is None else self.chunk // 2, t.swapped)
 
@@ -235,12 +249,16 @@ class TileEnds(CudaWriter):
         found = loads(c.epilogue, (), var, pieces.size) if pieces.size > 1 else []
         for key, x in {key_of(x, var): x for x in found if x.guard is None}.items():
             self.round, held = "n", self.fresh("q")
-            self.line(f"{self.dialect.element(x.buffer.dtype)} {held}[{pieces.rounds}][{pieces.size}];")
-            with self.scope(pieces.loop(), 2):
+            same = pieces.same_columns and coefficient(x.index, c.j if pieces.swapped else c.i) == 0
+            own = pieces._replace(once=same)
+            self.line(f"{self.dialect.element(x.buffer.dtype)} {held}[{own.rounds}][{pieces.size}];")
+            with self.scope(own.loop(), 2):
                 j0 = self.place_elements(c, pieces)
                 self.line(f"rlx_fetch<{pieces.size}>({held}[n], {self.names[x.buffer]} + {self.at_first(x.index, var, j0)});")
             self.registers[key] = held
             self.loaded.add(key)
+            if same:
+                self.same.add(key)
 
     def elements(self, c: Contract, pieces: Pieces) -> None:
         size, wide, first = pieces.size, pieces.wide, self.place_elements(c, pieces)
@@ -255,9 +273,9 @@ class TileEnds(CudaWriter):
             text = f"{name}[{'v' if size > 1 else 0}]"
             self.names[var] = text if var.dtype == f32 else f"({self.type(var.dtype)})__float_as_int({text})"
         if c.before:
-            swapped = self.launch.tiling.swapped
-            row = f"{self.names[c.j]} - column0" if swapped else f"{self.names[c.i]} - {self.first_row}"
-            self.names[factor_of(c)] = self.fix("f", f32, f"factors[{row}]")  # type: ignore[index]
+            row = self.names[c.j if self.launch.tiling.swapped else c.i]
+            factor = f"{self.own_factors}[{row} - {self.first_scaled}]"
+            self.names[factor_of(c)] = self.fix("f", f32, factor)  # type: ignore[index]
         if parts := self.launch.parts_of_rows:
             self.line("float part = 0;")
         if size > 1:

@@ -55,12 +55,17 @@ class TensorWriter(PackedCopies, TileEnds):
         self.line(f"float* const staged = (float*)(rlx_ring + {t.ring} + {own} * {t.pitch});")
         self.line(f"uint64_t* const full = (uint64_t*)(rlx_ring + {t.ring + WARPS * t.pitch});")
         self.line(f"uint64_t* const empty = full + {t.stages}, *const raw = empty + {t.stages};")
+        if t.factors:
+            self.line(f"uint64_t* const ready = raw + {RAW}, *const used = ready + 2;  // factors of rows")
+            self.line("float* const factors = (float*)(used + 2);")
         released = 4 if t.turns or t.alternate else 8
         with self.scope(["if (threadIdx.x == 0) {"]):
             self.line(f"for (int s = 0; s < {t.stages}; s++)")
             self.line(f"  rlx_barrier(full + s, {producers}), rlx_barrier(empty + s, {released});")
             if t.raw:
                 self.line(f"for (int s = 0; s < {RAW}; s++) rlx_barrier(raw + s, 1);")
+            if t.factors:
+                self.line(f"for (int g = 0; g < 2; g++) rlx_barrier(ready + g, 3), rlx_barrier(used + g, {4 if t.turns else 8});")
             self.line('asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");')
             for name, side in zip("ab", at.sides):
                 if side.tensor:
@@ -76,22 +81,27 @@ class TensorWriter(PackedCopies, TileEnds):
         producers, kept, taken = (at.copying * GROUP, 104, 152) if at.by_threads else (1, 40, 232)
         if t.raw and at.sides[0].tensor:
             kept, taken = 72, 216
+        if c.before:  # some of the copying warps make factors
+            kept, taken = 56, 224
         self.line("int turn = 0;")
         with self.scope([f"if (warp < {4 * at.copying}) {{"]), self.alone():
             self.line(f"rlx_keep<{kept}>();")
             with self.scope([f"if (threadIdx.x < {producers}) {{", *self.tile_loop()], 2):
                 self.copies(c)
+            if c.before:
+                with self.scope(["else if (warp > 0) {"]), self.alone():
+                    self.line("int taken = 0;")
+                    with self.scope(self.tile_loop()):
+                        self.place(c)
+                        self.factors(c)
             if t.parts > 1:
                 self.line(f"if ({self.sharing}) rlx_cluster_shares();")
         with self.scope(["else {"]), self.alone():
             self.line(f"rlx_take<{taken}>();")
             self.line(f"const int group = __shfl_sync(0xffffffffu, warp / 4 - {at.copying}, 0);  // in a uniform register")
-            if c.before:
-                start = f"rlx_ring + {t.shared - t.factors}"
-                self.line(f"float* const factors = (float*)({start}) + group * {t.scaled};")
-                self.line("int scaled = -1;  // the first row of those whose factors are there")
-            if t.turns:
+            if t.turns or c.before:
                 self.line("int taken = 0;")
+            if t.turns:
                 self.line("if (group == 1) rlx_group_next(0);")
             with self.scope(self.tile_loop()):
                 self.multiply(c)
@@ -100,6 +110,8 @@ class TensorWriter(PackedCopies, TileEnds):
                 if t.parts > 1:
                     with self.scope(["if (shared) {"]):
                         self.exchange()
+                if c.before:
+                    self.line(f"rlx_await(ready{self.own_turn}, {self.turn_number} & 1);")
                 if t.queued:
                     with self.scope(["if (!shared) {" if t.parts > 1 else "{"]):
                         self.queue(c)
@@ -109,6 +121,11 @@ class TensorWriter(PackedCopies, TileEnds):
                     with self.scope(["if (shared) {"]):
                         self.line("rlx_stored();")
                         self.epilogue(c)
+                if c.before:
+                    self.line("__syncwarp();")
+                    self.line(f"if (lane == 0) rlx_arrive(used{self.own_turn});")
+                if t.turns or c.before:
+                    self.line("taken++;")
             if t.queued:
                 self.line("rlx_stored();")
         if t.parts > 1:  # no block leaves while another one still reads its memory
@@ -333,9 +350,7 @@ class TensorWriter(PackedCopies, TileEnds):
         a, b = self.launch.sides
         self.place(c)
         if t.turns:
-            self.line(f"if (taken++ % 2 != group) {{ turn += {-(-c.k // depth(c))}; continue; }}")
-        if c.before:
-            self.factors(c)
+            self.line(f"if (taken % 2 != group) {{ taken++, turn += {-(-c.k // depth(c))}; continue; }}")
         if (pieces := self.pieces(c)).count == 1:
             self.line("constexpr int piece = 0;")
             self.place_piece(c, pieces)
