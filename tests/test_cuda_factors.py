@@ -1,5 +1,5 @@
-"""Norms between products, whose factors the second product multiplies by (rlx.compiler.factors): against numpy in f64, interpreted
-and on a GPU, and the kernels that it must leave alone."""
+"""Norms between products, whose factors the second product multiplies by (rlx.compiler.factors): against numpy in f64,
+interpreted and on a GPU, and the kernels that it must leave alone."""
 
 from __future__ import annotations
 

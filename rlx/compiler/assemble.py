@@ -14,8 +14,8 @@ from rlx.compiler.alike import Alike
 from rlx.compiler.check import check_program
 from rlx.compiler.compilation import Compilation
 from rlx.compiler.concurrent import group_concurrent
-from rlx.compiler.facts import Facts, facts_of
 from rlx.compiler.factors import factored
+from rlx.compiler.facts import Facts, facts_of
 from rlx.compiler.fuse import fuse
 from rlx.compiler.groups import Group, print_groups
 from rlx.compiler.lowering import Extra, Lowered, Place

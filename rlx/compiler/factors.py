@@ -1,9 +1,9 @@
 """Factors of rows between two products, as of an RMS norm (Zhang and Sennrich, arXiv:1910.07467).
 
 A kernel that scales the rows of a product, y[i, j] = f[i] * v[i, j], where f[i] is made of the sum of s[i, j] over j, reads all of
-the product's result x and writes y for the next product. y @ w is f * (v @ w). So the first product stores v in place of y, and
-sums of s over parts of each row; the second one adds these up, and multiplies its own sums by f. v is rounded to bf16 as y was,
-which has the range of f32: the errors are those of rounded operands, as before.
+the product's result x and writes y for the next product. y @ w is f * (v @ w). So the first product stores v in place of y,
+and sums of s over parts of each row; the second one adds these up, and multiplies its own sums by f. v is rounded to bf16 as y
+was, which has the range of f32: the errors are those of rounded operands, as before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,23 @@ from rlx.compiler.lowering import Extra, Lowered, Place
 from rlx.ir.dtype import bf16, f32, index_
 from rlx.ir.graph import CONSTANT, PARAM, Value
 from rlx.ir.kernel import (
-    Alu, Buffer, Contract, Expr, Kernel, Let, Load, Local, Loop, Operand, Reduce, Store, Var, coefficient, is_const, k, walk,
+    Alu,
+    Buffer,
+    Contract,
+    Expr,
+    Kernel,
+    Let,
+    Load,
+    Local,
+    Loop,
+    Operand,
+    Reduce,
+    Store,
+    Var,
+    coefficient,
+    is_const,
+    k,
+    walk,
 )  # fmt: skip
 from rlx.ir.nest import substitute
 from rlx.ir.program import Region
@@ -81,7 +97,8 @@ class _Factors:
             return
         first, *readers = [self.lowered[g] for g in around]
         made, read = _buffer_of(source, first), [_buffer_of(result, x) for x in readers]
-        if not _stores_rows(first.kernel, made, scaled) or not all(_reads_rows(x.kernel, b, scaled) for x, b in zip(readers, read)):
+        whole = all(_reads_rows(x.kernel, b, scaled) for x, b in zip(readers, read))
+        if not whole or not _stores_rows(first.kernel, made, scaled):
             return
         width = min(self.once(self.facts.target.parts, first.kernel, x.kernel) for x in readers)
         if width == 0 or scaled.columns % width:
@@ -143,13 +160,12 @@ def scaled_rows(kernel: Kernel) -> Scaled | None:
     plain = isinstance(source, Buffer) and isinstance(store.buffer, Buffer) and source.dtype == f32
     if not plain or term is None or value is None or not _is_element(store.index, row, columns, last.var):
         return None
-    of_row = {*walk((*lets, *factors))}
-    if any(isinstance(e, Load) or e is last.var for e in of_row) or row in of_row.union(walk((term, value))) or own & {*walk(value)}:
+    of_row, of_element = {*walk((*lets, *factors))}, {*walk((term, value))}
+    if any(isinstance(e, Load) or e in (row, last.var) for e in of_row) or row in of_element or own & of_element:
         return None
     inputs = tuple(b for b in kernel.buffers if b not in (source, store.buffer))
-    return Scaled(
-        rows, columns, source, store.buffer, x, column, term, value, total.result, tuple(lets), _product(factors), inputs, kernel.origin
-    )  # type: ignore[arg-type]
+    made: tuple[object, ...] = (total.result, tuple(lets), _product(factors), inputs, kernel.origin)
+    return Scaled(rows, columns, source, store.buffer, x, column, term, value, *made)  # type: ignore[arg-type]
 
 
 def _unrounded(e: Expr) -> Expr:

@@ -92,6 +92,26 @@ template <int N> RLX_FN void rlx_staged(float (&to)[N], const float* staged, int
     else for (int e = 0; e < N; e++) to[e] = staged[rlx_staged_at(row, column + e)];
 }
 
+/* Sums over EACH adjacent lanes of N numbers, a power of two of them, at most EACH: this lane's is that of number
+   lane % EACH / (EACH / N). */
+template <int EACH, int N> RLX_FN float rlx_sums_of_rounds(float (&part)[N]) {
+  int count = N;
+  #pragma unroll
+  for (int by = EACH / 2; by; by /= 2) {
+    if (count == 1) {
+      part[0] += __shfl_xor_sync(0xffffffffu, part[0], by);
+      continue;
+    }
+    count /= 2;
+    #pragma unroll
+    for (int n = 0; n < count; n++) {
+      const float given = threadIdx.x & by ? part[n] : part[n + count], own = threadIdx.x & by ? part[n + count] : part[n];
+      part[n] = own + __shfl_xor_sync(0xffffffffu, given, by);
+    }
+  }
+  return part[0];
+}
+
 /* Boxes of results that leave by bulk copies, one lane of a warp's: wait until none of them is read any more. */
 RLX_FN void rlx_stored() {
   if (threadIdx.x % 32 == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");

@@ -21,7 +21,7 @@ from itertools import product
 
 from rlx.backends.cuda.blocks import turn_of
 from rlx.backends.cuda.schedule import Launch, Segments, TensorMap, busy_points
-from rlx.backends.cuda.tensor_rows import LEAST_ROWS, LONG_ROW, WIDTHS, Parts, factor_of, parts_of
+from rlx.backends.cuda.tensor_rows import LEAST_ROWS, LONG_ROW, WIDTHS, Parts, factor_of, parts_of, unscaled
 from rlx.backends.cuda.vectors import aligned, width
 from rlx.ir.dtype import as_dtype, f32
 from rlx.ir.kernel import Alu, Const, Contract, Expr, Kernel, Operand, Store, Var, coefficient, const, walk
@@ -272,7 +272,7 @@ class TensorLaunch(Launch):
     def contract(self) -> Contract:
         c = _contract(self.kernel)
         assert c is not None
-        return exchanged(c) if self.tiling.swapped else c
+        return unscaled(exchanged(c) if self.tiling.swapped else c)
 
     @property
     def maps(self) -> tuple[TensorMap, ...]:
@@ -358,6 +358,7 @@ def on_tensor_cores(
     parts = parts_of(kernel, c) if c.rows else None
     if (c.rows and parts is None) or (c.before and (factor_of(c) is None or kernel.limits or kernel.grid or segments)):
         return None
+    c = unscaled(c)
     if not (isinstance(c.a, Operand) and isinstance(c.b, Operand)) or kind(c) not in KINDS:
         return None
     if c.a.panel or c.b.panel or (c.b.blocks and not _rounded(kernel, c.a, c.b)):
@@ -491,7 +492,7 @@ def _is_deep(c: Contract) -> bool:
 def _results(kernel: Kernel, c: Contract, segments: Segments | None) -> Side | None:
     """Boxes of 16 rows by 64 columns of the result, if that is the sums, rounded to 16 bits, of all rows."""
     s = c.epilogue[0] if len(c.epilogue) == 1 else None
-    if not isinstance(s, Store) or not _is_scaled(c, s.value) or s.guard is not None or s.buffer.dtype.name not in ("f16", "bf16"):
+    if not isinstance(s, Store) or s.value is not c.acc or s.guard is not None or s.buffer.dtype.name not in ("f16", "bf16"):
         return None
     stride = coefficient(s.index, c.i)
     if coefficient(s.index, c.j) != 1 or stride is None or itemsize(c) != 2 or c.acc.dtype != f32:
@@ -501,12 +502,6 @@ def _results(kernel: Kernel, c: Contract, segments: Segments | None) -> Side | N
     to = Operand(s.buffer, substitute(s.index, {c.i: const(0), c.j: const(0)}), stride, 1)  # type: ignore[arg-type]
     found = _side(kernel, replace(c, k=c.n), to, c.m, stride, 1, 16)
     return found if found.tensor else None
-
-
-def _is_scaled(c: Contract, value: Expr) -> bool:
-    """Whether it is the sum, or the sum times the factor of its row."""
-    times = isinstance(value, Alu) and value.op == "mul" and value.args[0] is c.acc and bool(c.before)
-    return value is c.acc or (times and value.args[1] is factor_of(c))  # type: ignore[union-attr]
 
 
 def _held(t: Tiling, b: Side, segments: Segments | None, deep: bool, factors: bool = False) -> Tiling:
@@ -571,4 +566,7 @@ def _constant(offset: Expr, terms: Sequence[tuple[Var, int]]) -> int | None:
     return at(offset)
 
 
-__all__ = ["TILINGS", "Side", "TensorLaunch", "Tiling", "depth", "has_parts", "is_widened", "itemsize", "kind", "on_tensor_cores", "parts_between", "promoted"]
+__all__ = [
+    "TILINGS", "Side", "TensorLaunch", "Tiling", "depth", "has_parts", "is_widened", "itemsize", "kind", "on_tensor_cores",
+    "parts_between", "promoted",
+]  # fmt: skip

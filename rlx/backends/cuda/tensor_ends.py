@@ -7,7 +7,7 @@ from typing import NamedTuple
 from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.rows import key_of
 from rlx.backends.cuda.tensor import CHUNK, GROUP, TensorLaunch
-from rlx.backends.cuda.tensor_rows import Parts, factor_of
+from rlx.backends.cuda.tensor_rows import Parts
 from rlx.backends.cuda.vectors import loads, width
 from rlx.ir.dtype import f32
 from rlx.ir.kernel import Contract, Loop, Store, coefficient
@@ -98,8 +98,6 @@ class TileEnds(CudaWriter):
         f16, more = str(side.tensor.dtype == "f16").lower(), "".join(f", (int){self.names[v]}" for v in side.axes)
         self.line("unsigned char* const boxes = (unsigned char*)staged + lane / 4 * 128 + lane % 4 * 4;")
         self.line("rlx_stored();  // those of the tile before")
-        if c.before:
-            self.scale()
         with self.scope(["#pragma unroll", f"for (int q = 0; q < {t.slabs * t.columns // 8}; q++) {{"]):
             self.line("unsigned char* const to = boxes + q / 8 * 2048 + (q % 8 ^ lane / 4) * 16;")
             self.line("const float* const from = sum[0] + q * 4;")
@@ -131,7 +129,7 @@ class TileEnds(CudaWriter):
             self.line(f"{s} += __shfl_xor_sync(0xffffffffu, {s}, 1);")
             self.line(f"{s} += __shfl_xor_sync(0xffffffffu, {s}, 2);")
             self.block(lets)
-            self.line(f"if (lane % 4 == 0) {self.own_factors}[own] = {self.names[factor_of(c)]};")  # type: ignore[index]
+            self.line(f"if (lane % 4 == 0) {self.own_factors}[own] = {self.names[lets[-1].var]};")  # type: ignore[union-attr]
         self.line("__syncwarp();")
         self.line(f"if (lane == 0) rlx_arrive(ready{self.own_turn});")
         self.line("taken++;")
@@ -156,15 +154,19 @@ class TileEnds(CudaWriter):
         return "column0" if self.launch.tiling.swapped else "row0"
 
     def scale(self) -> None:
-        """The sums times the factors of their rows."""
+        """Sums of a group times the factors of their rows: two of a thread, or if swapped two in each eight columns."""
         t = self.launch.tiling
+        group = "" if t.turns or t.alternate or t.swapped else f"group * {t.slabs * 64} + "
+        first, second = ("lane % 4 * 2 + n * 2", 1) if t.swapped else (f"{group}slab * 64 + warp % 4 * 16 + lane / 4", 8)
+        self.line(f"rlx_await(ready{self.own_turn}, {self.turn_number} & 1);")
         with self.scope(["#pragma unroll", f"for (int slab = 0; slab < {t.slabs}; slab++) {{"]):
-            group = "" if t.turns or t.alternate else f"group * {t.slabs * 64} + "
-            self.line(f"const float* const of_row = {self.own_factors} + {group}slab * 64 + warp % 4 * 16 + lane / 4;")
-            self.line("const float low = of_row[0], high = of_row[8];")
             with self.scope(["#pragma unroll", f"for (int n = 0; n < {t.columns // 2}; n += 4) {{"]):
+                self.line(f"const float* const of_row = {self.own_factors} + {first};")
                 self.line("float* const of = sum[slab] + n;")
-                self.line("of[0] *= low, of[1] *= low, of[2] *= high, of[3] *= high;")
+                order = (0, 1, 0, 1) if t.swapped else (0, 0, 1, 1)
+                self.line(", ".join(f"of[{v}] *= of_row[{second * which}]" for v, which in enumerate(order)) + ";")
+        self.line("__syncwarp();")
+        self.line(f"if (lane == 0) rlx_arrive(used{self.own_turn});")
 
     def epilogue(self, c: Contract) -> None:
         """Piece after piece, in a loop: the code for all of them would not stay in the instruction cache."""
@@ -181,8 +183,12 @@ class TileEnds(CudaWriter):
                 self.to_rows(c, pieces)
             meet = 'asm volatile("bar.sync %0, 128;" ::"r"(4 + group) : "memory");' if t.swapped else "__syncwarp();"
             self.line(meet)
+            if parts := self.launch.parts_of_rows:
+                self.line(f"float part[{pieces.rounds}] = {{}};")
             with self.scope(pieces.loop(), 2):
                 self.elements(c, pieces)
+            if parts:
+                self.store_parts(c, parts, pieces)
             self.line(meet)
         for known in (self.registers, self.loaded, self.same):
             known.clear()
@@ -232,15 +238,19 @@ class TileEnds(CudaWriter):
 
     def store(self, s: Store, value: str) -> str:
         parts = self.launch.parts_of_rows
-        return f"part += {value};" if parts and s.buffer is parts.terms else super().store(s, value)
+        return f"part[n] += {value};" if parts and s.buffer is parts.terms else super().store(s, value)
 
-    def store_part(self, parts: Parts, size: int, column: str) -> None:
-        """The sum of a part, of which adjacent lanes have `size` elements each."""
-        each = parts.width // size
-        for by in (n for n in (8, 4, 2, 1) if n < each):
-            self.line(f"part += __shfl_xor_sync(0xffffffffu, part, {by});")
-        self.names[parts.part], self.names[parts.total] = f"({column} / {parts.width})", "part"
-        with self.scope([f"if (lane % {each} == 0) {{"]):
+    def store_parts(self, c: Contract, parts: Parts, pieces: Pieces) -> None:
+        """Sums over parts of the rows of a piece. Adjacent lanes, `each` of them, have elements of the same part in every round:
+        they exchange halves of their sums, until each lane has its part of one round, or some lanes have the same one."""
+        each, rounds = parts.width // pieces.size, pieces.rounds
+        self.line(f"const float total = rlx_sums_of_rounds<{each}>(part);")
+        own = f"lane % {each // rounds} == 0 && " * (each > rounds)
+        with self.scope([f"if ({own}first_row < {self.most}) {{"]):  # all rows of a warp, or none
+            self.line(f"const int e = (lane % {each} / {each // rounds} * 32 + lane / {each} * {each}) * {pieces.size};")
+            row, column = pieces.place
+            self.names[c.i], self.names[parts.total] = f"(first_row + {row})", "total"
+            self.names[parts.part] = f"((first_column + {column}) / {parts.width})"
             self.block([parts.put])
 
     def loads_of_piece(self, c: Contract, pieces: Pieces) -> None:
@@ -272,16 +282,8 @@ class TileEnds(CudaWriter):
                 self.line(f"rlx_staged({name}, staged, e / {wide}, {column} + e % {wide});")
             text = f"{name}[{'v' if size > 1 else 0}]"
             self.names[var] = text if var.dtype == f32 else f"({self.type(var.dtype)})__float_as_int({text})"
-        if c.before:
-            row = self.names[c.j if self.launch.tiling.swapped else c.i]
-            factor = f"{self.own_factors}[{row} - {self.first_scaled}]"
-            self.names[factor_of(c)] = self.fix("f", f32, factor)  # type: ignore[index]
-        if parts := self.launch.parts_of_rows:
-            self.line("float part = 0;")
         if size > 1:
             self.in_vectors(c.epilogue, (), adjacent, size, first)
-            if parts:
-                self.store_part(parts, size, first)
         else:
             self.names[adjacent] = first
             self.block(c.epilogue)

@@ -3,9 +3,12 @@ and factors of rows that the other makes of them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlx.backends.cuda.vectors import width
 from rlx.ir.dtype import f32
-from rlx.ir.kernel import Contract, Kernel, Let, Load, Local, Loop, Store, Var, coefficient, walk
+from rlx.ir.kernel import Alu, Contract, Expr, Kernel, Let, Load, Local, Loop, Store, Var, coefficient, const, walk
+from rlx.ir.nest import substitute
 from rlx.records import record
 
 WIDTHS = (32, 64)  # columns of a part: as many as a warp of the epilogue has of a row at once, or half of them
@@ -15,7 +18,8 @@ LONG_ROW = 2048  # columns of rows in the wider parts
 
 @record
 class Parts:
-    """Sums of `terms`, which the epilogue stores, over `width` columns each: the statement `put` stores the `total` of a `part`."""
+    """Sums of `terms`, which the epilogue stores, over `width` columns each: the statement `put` stores the `total` of a
+    `part`."""
 
     terms: Local
     width: int
@@ -48,13 +52,28 @@ def parts_of(kernel: Kernel, c: Contract) -> Parts | None:
 
 
 def factor_of(c: Contract) -> Var | None:
-    """The one result of the statements before a row that its elements read: made of a sum. None: they are others."""
-    first, *lets = c.before
-    found = {s.var for s in lets if isinstance(s, Let)}.intersection(walk(c.epilogue))
-    sums = isinstance(first, Loop) and not (first.body or first.carries) and [r.op for r in first.reduces] == ["add"]
-    if not sums or len(found) != 1 or not all(isinstance(s, Let) and s.var.dtype == f32 for s in lets):
+    """The factor of a row, which the last statement before it makes of one sum: the epilogue multiplies sums by it, and does
+    nothing else with it. None: there is no such one."""
+    (first, *lets), sums = c.before, [x for x in (c.acc, c.also) if x is not None]
+    total = isinstance(first, Loop) and not (first.body or first.carries) and [r.op for r in first.reduces] == ["add"]
+    if not total or not all(isinstance(s, Let) and s.var.dtype == f32 for s in lets):
         return None
-    return found.pop() if first.reduces[0].result not in {*walk(c.epilogue)} else None  # type: ignore[union-attr]
+    own = {first.reduces[0].result, *(s.var for s in lets)}  # type: ignore[union-attr]
+    factor: Var = c.before[-1].var  # type: ignore[union-attr]
+    rest = substitute(c.epilogue, {}, _scaled(c, factor, const(0.0, f32)))
+    return factor if rest is not c.epilogue and own.union(sums).isdisjoint(walk(rest)) else None
 
 
-__all__ = ["LEAST_ROWS", "LONG_ROW", "WIDTHS", "Parts", "factor_of", "parts_of"]
+def unscaled(c: Contract) -> Contract:
+    """The product whose sums have been multiplied by the factors of their rows before the epilogue."""
+    factor = factor_of(c) if c.before else None
+    return c if factor is None else replace(c, epilogue=substitute(c.epilogue, {}, _scaled(c, factor)))
+
+
+def _scaled(c: Contract, factor: Var, to: Expr | None = None) -> dict[int, Expr]:
+    """By id, the products of sums with the factor: `to`, or else the sum itself."""
+    found = (x for x in walk(c.epilogue) if isinstance(x, Alu) and x.op == "mul" and x.args[1] is factor)
+    return {id(x): to or x.args[0] for x in found if x.args[0] in (c.acc, c.also)}
+
+
+__all__ = ["LEAST_ROWS", "LONG_ROW", "WIDTHS", "Parts", "factor_of", "parts_of", "unscaled"]

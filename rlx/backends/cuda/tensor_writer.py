@@ -42,7 +42,7 @@ class TensorWriter(PackedCopies, TileEnds):
 
     def statement(self, s: Stmt) -> None:
         if isinstance(s, Contract):
-            self.product(tensor.exchanged(s) if self.launch.tiling.swapped else s)
+            self.product(self.launch.contract)
         else:
             super().statement(s)
 
@@ -105,13 +105,13 @@ class TensorWriter(PackedCopies, TileEnds):
                 self.line("if (group == 1) rlx_group_next(0);")
             with self.scope(self.tile_loop()):
                 self.multiply(c)
+                if c.before:
+                    self.scale()
                 if t.alternate:
                     self.halves()
                 if t.parts > 1:
                     with self.scope(["if (shared) {"]):
                         self.exchange()
-                if c.before:
-                    self.line(f"rlx_await(ready{self.own_turn}, {self.turn_number} & 1);")
                 if t.queued:
                     with self.scope(["if (!shared) {" if t.parts > 1 else "{"]):
                         self.queue(c)
@@ -121,9 +121,6 @@ class TensorWriter(PackedCopies, TileEnds):
                     with self.scope(["if (shared) {"]):
                         self.line("rlx_stored();")
                         self.epilogue(c)
-                if c.before:
-                    self.line("__syncwarp();")
-                    self.line(f"if (lane == 0) rlx_arrive(used{self.own_turn});")
                 if t.turns or c.before:
                     self.line("taken++;")
             if t.queued:
