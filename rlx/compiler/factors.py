@@ -1,7 +1,7 @@
 """Factors of rows between two products, as of an RMS norm (Zhang and Sennrich, arXiv:1910.07467).
 
-A kernel that scales the rows of a product, y[i, j] = f[i] * v[i, j], where f[i] is made of the sum of s[i, j] over j, reads all of
-the product's result x and writes y for the next product. y @ w is f * (v @ w). So the first product stores v in place of y,
+A kernel that scales the rows of a product, y[i, j] = f[i] * v[i, j], where f[i] is made of the sum of s[i, j] over j, reads all
+of the product's result x and writes y for the next product. y @ w is f * (v @ w). So the first product stores v in place of y,
 and sums of s over parts of each row; the second one adds these up, and multiplies its own sums by f. v is rounded to bf16 as y
 was, which has the range of f32: the errors are those of rounded operands, as before.
 """

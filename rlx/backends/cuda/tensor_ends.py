@@ -114,22 +114,23 @@ class TileEnds(CudaWriter):
             self.line('asm volatile("cp.async.bulk.commit_group;" ::: "memory");')
 
     def factors(self, c: Contract) -> None:
-        """The factors of a tile's rows, to shared memory: three warps that copy nothing make them while others multiply. Four
-        threads add up the sums of a row."""
+        """The factors of a tile's rows, to shared memory: three warps that copy nothing make them while others multiply, each 32 at
+        once. Eight threads add up the sums of each of eight rows, then each of them has the total of one."""
         t, (total, *lets) = self.launch.tiling, c.before
         assert isinstance(total, Loop)
-        (row, most), i, p, s = (c.j, c.n) if t.swapped else (c.i, c.m), *(self.fresh(name) for name in "ips")
-        self.names |= {row: i, total.var: p, total.reduces[0].result: s}
+        row, most = (c.j, c.n) if t.swapped else (c.i, c.m)
+        i, p, own = self.fresh("i"), self.fresh("p"), "base + lane % 8 * 4 + lane / 8"
+        self.names |= {row: i, total.var: p, total.reduces[0].result: "whole"}
         self.line(f"if (taken >= {1 + t.turns}) rlx_await(used{self.own_turn}, {self.turn_number} + 1 & 1);")
-        with self.scope([f"for (int own = threadIdx.x / 4 - 8; own < {t.scaled}; own += 24) {{"]):
-            self.line(f"const rlx_index at = {self.first_scaled} + own, {i} = at < {most} ? at : {most - 1};")
-            self.line(f"float {s} = 0;")
-            with self.scope(["#pragma unroll 8", f"for (rlx_index {p} = lane % 4; {p} < {total.extent}; {p} += 4) {{"]):
-                self.line(f"{s} += {self.value(total.reduces[0].value)};")
-            self.line(f"{s} += __shfl_xor_sync(0xffffffffu, {s}, 1);")
-            self.line(f"{s} += __shfl_xor_sync(0xffffffffu, {s}, 2);")
+        with self.scope([f"for (int base = warp * 32 - 32; base < {t.scaled}; base += 96) {{"]):
+            self.line("float s[8] = {};")
+            with self.scope(["#pragma unroll", "for (int n = 0; n < 8; n++) {"]):
+                self.line(f"const rlx_index at = {self.first_scaled} + base + n * 4 + lane / 8, {i} = at < {most} ? at : {most - 1};")
+                with self.scope(["#pragma unroll 4", f"for (rlx_index {p} = lane % 8; {p} < {total.extent}; {p} += 8) {{"]):
+                    self.line(f"s[n] += {self.value(total.reduces[0].value)};")
+            self.line("const float whole = rlx_sums_of_rounds<8>(s);")
             self.block(lets)
-            self.line(f"if (lane % 4 == 0) {self.own_factors}[own] = {self.names[lets[-1].var]};")  # type: ignore[union-attr]
+            self.line(f"if ({own} < {t.scaled}) {self.own_factors}[{own}] = {self.names[lets[-1].var]};")  # type: ignore[union-attr]
         self.line("__syncwarp();")
         self.line(f"if (lane == 0) rlx_arrive(ready{self.own_turn});")
         self.line("taken++;")
@@ -159,12 +160,13 @@ class TileEnds(CudaWriter):
         group = "" if t.turns or t.alternate or t.swapped else f"group * {t.slabs * 64} + "
         first, second = ("lane % 4 * 2 + n * 2", 1) if t.swapped else (f"{group}slab * 64 + warp % 4 * 16 + lane / 4", 8)
         self.line(f"rlx_await(ready{self.own_turn}, {self.turn_number} & 1);")
-        with self.scope(["#pragma unroll", f"for (int slab = 0; slab < {t.slabs}; slab++) {{"]):
-            with self.scope(["#pragma unroll", f"for (int n = 0; n < {t.columns // 2}; n += 4) {{"]):
-                self.line(f"const float* const of_row = {self.own_factors} + {first};")
-                self.line("float* const of = sum[slab] + n;")
-                order = (0, 1, 0, 1) if t.swapped else (0, 0, 1, 1)
-                self.line(", ".join(f"of[{v}] *= of_row[{second * which}]" for v, which in enumerate(order)) + ";")
+        heads = ["#pragma unroll", f"for (int slab = 0; slab < {t.slabs}; slab++) {{"]
+        heads += ["#pragma unroll", f"for (int n = 0; n < {t.columns // 2}; n += 4) {{"]
+        with self.scope(heads, 2):
+            self.line(f"const float* const of_row = {self.own_factors} + {first};")
+            self.line("float* const of = sum[slab] + n;")
+            order = (0, 1, 0, 1) if t.swapped else (0, 0, 1, 1)
+            self.line(", ".join(f"of[{v}] *= of_row[{second * which}]" for v, which in enumerate(order)) + ";")
         self.line("__syncwarp();")
         self.line(f"if (lane == 0) rlx_arrive(used{self.own_turn});")
 
