@@ -40,7 +40,7 @@ def gated(z: rlx.Value) -> rlx.Value:
 ENDS: dict[str, End] = {
     "plain": lambda z: z, "gated": gated, "wide": lambda z: rlx.cast(z, "f32") * 3.0 + 1.0,
 }  # fmt: skip
-SHAPES = [(512, 192, 2048, 256), (128, 64, 64, 128), (144, 128, 1024, 512), (256, 2048, 320, 64), (640, 64, 128, 3072)]
+SHAPES = [(512, 192, 2048, 256), (128, 64, 2048, 128), (144, 128, 4096, 512), (256, 2048, 2112, 64), (176, 64, 3072, 3072)]
 
 
 def network(m: int, k: int, n: int, last: int, norm: str = "rms_norm", end: str = "plain", **more: object) -> rlx.Graph:
@@ -109,15 +109,16 @@ def test_two_products_are_all_that_runs(shape, norm, end):
         assert print_kernel(parse_kernel(print_kernel(kernel))) == print_kernel(kernel)
         assert isinstance(launch_of(kernel), TensorLaunch)
     of = numbers(g)
-    apart = interpreted(lower(g, target("sm_90a"), rlx.CompileOptions(disable=("factors",))), of)
-    pairs = zip(*(errors(found, of, norm, end) for found in (interpreted(program, of), apart)))
+    separate = lower(g, target("sm_90a"), rlx.CompileOptions(disable=("factors",)))
+    assert program.plan.size_bytes <= separate.plan.size_bytes + shape[0] * shape[2] // 16
+    pairs = zip(*(errors(interpreted(x, of), of, norm, end) for x in (program, separate)))
     assert all(own < 1.1 * other + 1e-6 for own, other in pairs)
 
 
 @pytest.mark.parametrize(
     "more, shape",
-    [({"y": lambda x, y: y}, SHAPES[0]), ({"y": lambda x, y: rlx.cast(y, "f32") + 1.0}, SHAPES[0]), ({}, (64, 64, 128, 64)),
-     ({}, (512, 64, 96, 64)), ({}, (136, 64, 64, 64))],
+    [({"y": lambda x, y: y}, SHAPES[0]), ({"y": lambda x, y: rlx.cast(y, "f32") + 1.0}, SHAPES[0]), ({}, (64, 64, 2048, 64)),
+     ({}, (512, 64, 2080, 64)), ({}, (136, 64, 2048, 64)), ({}, (512, 64, 1024, 64))],
 )  # fmt: skip
 def test_norms_that_others_read_or_that_have_few_or_odd_rows_are_kernels(more, shape):
     program = lower(network(*shape, **more), target("sm_90a"), rlx.CompileOptions())
@@ -142,13 +143,13 @@ def with_tiling(monkeypatch, tiling: Tiling, of_first: bool) -> None:
     fixed(monkeypatch, "on_tensor_cores", chosen)
 
 
-FIRST_TILINGS = [t for t in SOME_TILINGS if has_parts(t, 32)]
+FIRST_TILINGS = [t for t in SOME_TILINGS if has_parts(t)]
 
 
 @pytest.mark.parametrize("end", ["plain", "gated"])
 def test_every_kind_of_tiling_compiles_without_spills(end):
     """Of the second product those that its sums allow."""
-    (first, _), (second, c) = products(lower(network(512, 192, 1024, 512, end=end), target("sm_90a"), rlx.CompileOptions()))
+    (first, _), (second, c) = products(lower(network(512, 192, 2048, 512, end=end), target("sm_90a"), rlx.CompileOptions()))
     pairs = [t for t in SOME_TILINGS if c.also is None or (t.columns % 64 == 0 and not t.swapped)]
     launches = [*(on_tensor_cores(first, tiling=t) for t in FIRST_TILINGS), *(on_tensor_cores(second, tiling=t) for t in pairs)]
     for at in launches:
@@ -179,7 +180,7 @@ def test_results_agree_with_f64_on_a_gpu(shape, norm, end):
 @pytest.mark.parametrize("tiling", SOME_TILINGS, ids=str)
 def test_every_kind_of_tiling_agrees_with_f64(monkeypatch, tiling):
     with_tiling(monkeypatch, tiling, of_first=False)
-    test_results_agree_with_f64_on_a_gpu((400, 256, 1024, 776), "rms_norm", "plain")
+    test_results_agree_with_f64_on_a_gpu((400, 256, 2048, 776), "rms_norm", "plain")
     if tiling in FIRST_TILINGS:
         with_tiling(monkeypatch, tiling, of_first=True)
-        test_results_agree_with_f64_on_a_gpu((400, 1040, 1024, 776), "rms_norm", "plain")
+        test_results_agree_with_f64_on_a_gpu((400, 1040, 2048, 776), "rms_norm", "plain")

@@ -245,17 +245,21 @@ def with_parts(kernel: Kernel, to: Buffer, scaled: Scaled, width: int) -> Kernel
     shapes = [(bf16, c.m * c.n), (f32, c.m * c.n // width), *((b.dtype, b.size) for b in scaled.inputs)]
     new = [Buffer(f"b{next(names)}", dtype, size, writable=n < 2) for n, (dtype, size) in enumerate(shapes)]
     result, parts, moved = new[0], new[1], dict(zip(scaled.inputs, new[2:]))
+    x = Var("x", f32)  # not computed again, behind the store: the buffer may be that of an operand
     stored = next(s for s in c.epilogue if isinstance(s, Store) and s.buffer is to)
-    at: dict[Var, Expr] = {scaled.x: stored.value, scaled.column: c.j}
+    first = c.epilogue[: c.epilogue.index(stored)]
+    rest = c.epilogue[len(first) + 1 :]
+    at: dict[Var, Expr] = {scaled.x: x, scaled.column: c.j}
     loads = [x for x in walk(scaled.value) if isinstance(x, Load)]
-    memo: dict[int, Expr] = {id(x): Load(moved[x.buffer], substitute(x.index, at)) for x in loads}
+    memo: dict[int, Expr] = {id(x): Load(moved[x.buffer], substitute(x.index, at)) for x in loads}  # type: ignore[index]
     terms, place = Local("terms", f32, c.n, per_row=True), k.add(k.mul(c.i, c.n), c.j)
     behind = Store(terms, c.j, substitute(scaled.term, at)), Store(result, place, substitute(scaled.value, at, memo))
     part, column, total = Var("p", index_), Var("j", index_), Var("r", f32)
     term = Load(terms, k.add(k.mul(part, width), column))
     of_part = Loop(column, width, (), vector=True, reduces=(Reduce(total, "add", term),))
     put = Store(parts, k.add(k.mul(c.i, c.n // width), part), total)
-    made = replace(c, epilogue=(*c.epilogue, *behind), rows=(Loop(part, c.n // width, (of_part, put)),))
+    epilogue = (*first, Let(x, stored.value), replace(stored, value=x), *rest, *behind)
+    made = replace(c, epilogue=epilogue, rows=(Loop(part, c.n // width, (of_part, put)),))
     origin = (*kernel.origin, *scaled.origin)
     return replace(kernel, buffers=(*kernel.buffers, *new), locals=(terms,), body=(made,), origin=origin)
 

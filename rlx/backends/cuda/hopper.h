@@ -94,22 +94,22 @@ template <int N> RLX_FN void rlx_staged(float (&to)[N], const float* staged, int
 
 /* Sums over EACH adjacent lanes of N numbers, a power of two of them, at most EACH: this lane's is that of number
    lane % EACH / (EACH / N). */
-template <int EACH, int N> RLX_FN float rlx_sums_of_rounds(float (&part)[N]) {
+template <int EACH, int N> RLX_FN float rlx_sums_of_rounds(float (&of)[N]) {
   int count = N;
   #pragma unroll
   for (int by = EACH / 2; by; by /= 2) {
     if (count == 1) {
-      part[0] += __shfl_xor_sync(0xffffffffu, part[0], by);
+      of[0] += __shfl_xor_sync(0xffffffffu, of[0], by);
       continue;
     }
     count /= 2;
     #pragma unroll
     for (int n = 0; n < count; n++) {
-      const float given = threadIdx.x & by ? part[n] : part[n + count], own = threadIdx.x & by ? part[n + count] : part[n];
-      part[n] = own + __shfl_xor_sync(0xffffffffu, given, by);
+      const float given = threadIdx.x & by ? of[n] : of[n + count], own = threadIdx.x & by ? of[n + count] : of[n];
+      of[n] = own + __shfl_xor_sync(0xffffffffu, given, by);
     }
   }
-  return part[0];
+  return of[0];
 }
 
 /* Boxes of results that leave by bulk copies, one lane of a warp's: wait until none of them is read any more. */

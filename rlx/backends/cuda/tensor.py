@@ -21,7 +21,7 @@ from itertools import product
 
 from rlx.backends.cuda.blocks import turn_of
 from rlx.backends.cuda.schedule import Launch, Segments, TensorMap, busy_points
-from rlx.backends.cuda.tensor_rows import LEAST_ROWS, LONG_ROW, WIDTHS, Parts, factor_of, parts_of, unscaled
+from rlx.backends.cuda.tensor_rows import LEAST_COLUMNS, LEAST_ROWS, PART, Parts, factor_of, parts_of, unscaled
 from rlx.backends.cuda.vectors import aligned, width
 from rlx.ir.dtype import as_dtype, f32
 from rlx.ir.kernel import Alu, Const, Contract, Expr, Kernel, Operand, Store, Var, coefficient, const, walk
@@ -431,7 +431,7 @@ def _tiling(
     def fits(t: Tiling) -> bool:
         if not (plain and long) and (t.swapped or t.rows == TALL):
             return False
-        if (not plain and t.columns % 16) or (parts and not has_parts(t, parts.width)):
+        if (not plain and t.columns % 16) or (parts and not has_parts(t)):
             return False
         c = of[t.swapped]
         if segments and (t.parts > 1 or t.rows != segments.rows or t.columns not in OF_GROUPS):
@@ -463,19 +463,18 @@ def _tiling(
     return min(filter(fits, held), key=order, default=None)
 
 
-def has_parts(t: Tiling, size: int) -> bool:
-    """Whether a warp has whole parts of a row, of `size` columns, at once, and all of its lanes have elements of them."""
-    own = {t.finished, t.columns if t.parts > 1 else t.finished}
-    return not t.swapped and all(n == CHUNK // 2 or n % CHUNK == 0 for n in own) and min(*own, CHUNK) % size == 0 and not t.queued
+def has_parts(t: Tiling) -> bool:
+    """Whether a warp has whole parts of a row at once, and all of its lanes have elements of them."""
+    return not (t.swapped or t.queued or t.columns % PART or t.finished % PART)
 
 
 def parts_between(arch: str, product: Kernel, reader: Kernel) -> int:
     """Target.parts: those of products of many rows, whose operands are copied in bulk."""
     c = _contract(product)
-    if arch != "sm_90a" or c is None or c.m < LEAST_ROWS or c.m % 16 or c.n % max(WIDTHS):
+    if arch != "sm_90a" or c is None or c.m < LEAST_ROWS or c.m % 16 or c.n < LEAST_COLUMNS or c.n % PART:
         return 0
     found = [on_tensor_cores(x) for x in (product, reader)]
-    return 0 if any(x is None or x.by_threads for x in found) else WIDTHS[c.n >= LONG_ROW]
+    return 0 if any(x is None or x.by_threads for x in found) else PART
 
 
 def _is_plain(kernel: Kernel, c: Contract) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.rows import key_of
 from rlx.backends.cuda.tensor import CHUNK, GROUP, TensorLaunch
-from rlx.backends.cuda.tensor_rows import Parts
+from rlx.backends.cuda.tensor_rows import PART, Parts
 from rlx.backends.cuda.vectors import loads, width
 from rlx.ir.dtype import f32
 from rlx.ir.kernel import Contract, Loop, Store, coefficient
@@ -114,8 +114,8 @@ class TileEnds(CudaWriter):
             self.line('asm volatile("cp.async.bulk.commit_group;" ::: "memory");')
 
     def factors(self, c: Contract) -> None:
-        """The factors of a tile's rows, to shared memory: three warps that copy nothing make them while others multiply, each 32 at
-        once. Eight threads add up the sums of each of eight rows, then each of them has the total of one."""
+        """The factors of a tile's rows, to shared memory: three warps that copy nothing make them while others multiply, each 32
+        at once. Eight threads add up the sums of each of eight rows, then each of them has the total of one."""
         t, (total, *lets) = self.launch.tiling, c.before
         assert isinstance(total, Loop)
         row, most = (c.j, c.n) if t.swapped else (c.i, c.m)
@@ -125,7 +125,8 @@ class TileEnds(CudaWriter):
         with self.scope([f"for (int base = warp * 32 - 32; base < {t.scaled}; base += 96) {{"]):
             self.line("float s[8] = {};")
             with self.scope(["#pragma unroll", "for (int n = 0; n < 8; n++) {"]):
-                self.line(f"const rlx_index at = {self.first_scaled} + base + n * 4 + lane / 8, {i} = at < {most} ? at : {most - 1};")
+                self.line(f"const rlx_index at = {self.first_scaled} + base + n * 4 + lane / 8;")
+                self.line(f"const rlx_index {i} = at < {most} ? at : {most - 1};")
                 with self.scope(["#pragma unroll 4", f"for (rlx_index {p} = lane % 8; {p} < {total.extent}; {p} += 8) {{"]):
                     self.line(f"s[n] += {self.value(total.reduces[0].value)};")
             self.line("const float whole = rlx_sums_of_rounds<8>(s);")
@@ -245,14 +246,14 @@ class TileEnds(CudaWriter):
     def store_parts(self, c: Contract, parts: Parts, pieces: Pieces) -> None:
         """Sums over parts of the rows of a piece. Adjacent lanes, `each` of them, have elements of the same part in every round:
         they exchange halves of their sums, until each lane has its part of one round, or some lanes have the same one."""
-        each, rounds = parts.width // pieces.size, pieces.rounds
+        each, rounds = PART // pieces.size, pieces.rounds
         self.line(f"const float total = rlx_sums_of_rounds<{each}>(part);")
         own = f"lane % {each // rounds} == 0 && " * (each > rounds)
         with self.scope([f"if ({own}first_row < {self.most}) {{"]):  # all rows of a warp, or none
             self.line(f"const int e = (lane % {each} / {each // rounds} * 32 + lane / {each} * {each}) * {pieces.size};")
             row, column = pieces.place
             self.names[c.i], self.names[parts.total] = f"(first_row + {row})", "total"
-            self.names[parts.part] = f"((first_column + {column}) / {parts.width})"
+            self.names[parts.part] = f"((first_column + {column}) / {PART})"
             self.block([parts.put])
 
     def loads_of_piece(self, c: Contract, pieces: Pieces) -> None:

@@ -11,18 +11,15 @@ from rlx.ir.kernel import Alu, Contract, Expr, Kernel, Let, Load, Local, Loop, S
 from rlx.ir.nest import substitute
 from rlx.records import record
 
-WIDTHS = (32, 64)  # columns of a part: as many as a warp of the epilogue has of a row at once, or half of them
-LEAST_ROWS = 128  # of products whose tiles are as tall
-LONG_ROW = 2048  # columns of rows in the wider parts
+PART = 64  # columns of a part: as many as a warp of the epilogue has of a row at once
+LEAST_ROWS, LEAST_COLUMNS = 128, 2048  # of a product whose norm takes longer than parts and factors do
 
 
 @record
 class Parts:
-    """Sums of `terms`, which the epilogue stores, over `width` columns each: the statement `put` stores the `total` of a
-    `part`."""
+    """Sums of `terms`, which the epilogue stores, over PART columns each: the statement `put` stores the `total` of a `part`."""
 
     terms: Local
-    width: int
     part: Var
     total: Var
     put: Store
@@ -38,17 +35,17 @@ def parts_of(kernel: Kernel, c: Contract) -> Parts | None:
         return None
     (total,) = sums.reduces
     plain = total.op == "add" and total.value.dtype == f32 and put.value is total.result and put.guard is None
-    if not plain or loop.carries or loop.reduces or sums.carries or sums.extent not in WIDTHS:
+    if not plain or loop.carries or loop.reduces or sums.carries or sums.extent != PART:
         return None
     loads = [x for x in walk((c.epilogue, c.rows)) if isinstance(x, Load) and x.buffer is terms]
     stored = [(s.index, s.guard) for s in c.epilogue if isinstance(s, Store) and s.buffer is terms]
     steps = [(coefficient(x.index, loop.var), coefficient(x.index, sums.var)) for x in loads]
-    if loads != [total.value] or steps != [(sums.extent, 1)] or stored != [(c.j, None)]:
+    if loads != [total.value] or steps != [(PART, 1)] or stored != [(c.j, None)]:
         return None
-    whole = loop.extent * sums.extent == c.n and c.m % 16 == 0 and c.n % max(WIDTHS) == 0
+    whole = loop.extent * PART == c.n and c.m % 16 == 0
     vectors = all(isinstance(s, Let | Store) for s in c.epilogue) and width(c.epilogue, (), c.j, c.n) > 1
     alone = not (kernel.limits or kernel.grid) and c.also is None and c.count is None
-    return Parts(terms, sums.extent, loop.var, total.result, put) if whole and vectors and alone else None
+    return Parts(terms, loop.var, total.result, put) if whole and vectors and alone else None
 
 
 def factor_of(c: Contract) -> Var | None:
@@ -76,4 +73,4 @@ def _scaled(c: Contract, factor: Var, to: Expr | None = None) -> dict[int, Expr]
     return {id(x): to or x.args[0] for x in found if x.args[0] in (c.acc, c.also)}
 
 
-__all__ = ["LEAST_ROWS", "LONG_ROW", "WIDTHS", "Parts", "factor_of", "parts_of", "unscaled"]
+__all__ = ["LEAST_COLUMNS", "LEAST_ROWS", "PART", "Parts", "factor_of", "parts_of", "unscaled"]
