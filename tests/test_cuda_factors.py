@@ -4,6 +4,7 @@ interpreted and on a GPU, and the kernels that it must leave alone."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,9 +17,12 @@ from rlx.backends.cuda.code import launch_of, text_of
 from rlx.backends.cuda.tensor import TensorLaunch, Tiling, has_parts, on_tensor_cores
 from rlx.backends.ref.interpret import run_kernel
 from rlx.compiler import lower
+from rlx.compiler.check import check_program
+from rlx.errors import PlanError
 from rlx.ir.kernel import Contract, Kernel
 from rlx.ir.kernel_parse import parse_kernel
 from rlx.ir.kernel_text import print_kernel
+from rlx.ir.overlap import may_overlap
 from rlx.ir.program import Program
 from tests.cuda_kernels import reports
 
@@ -113,6 +117,49 @@ def test_two_products_are_all_that_runs(shape, norm, end):
     assert program.plan.size_bytes <= separate.plan.size_bytes + shape[0] * shape[2] // 16
     pairs = zip(*(errors(interpreted(x, of), of, norm, end) for x in (program, separate)))
     assert all(own < 1.1 * other + 1e-6 for own, other in pairs)
+
+
+def test_a_gather_in_front_of_the_norm_stays_in_a_product_on_tensor_cores():
+    g = rlx.Graph("positions")
+    a, at, table = g.input("a", (512, 64), "bf16"), g.input("at", (512,), "i64"), g.param("table", (100, 2048), "f32")
+    w, scale, v = g.param("w", (2048, 64), "bf16"), g.param("scale", (2048,), "f32"), g.param("v", (64, 2048), "bf16")
+    x = rlx.cast(a @ rlx.transpose(w), "f32") + rlx.take(table, at, axis=0)
+    g.set_outputs([rlx.cast(rlx.rms_norm(x, scale), "bf16") @ rlx.transpose(v)])
+    program = lower(g, target("sm_90a"), rlx.CompileOptions())
+    found = products(program)
+    assert [bool(c.rows) for _, c in found] == [True, False] and found[1][1].before
+    assert all(isinstance(launch_of(kernel), TensorLaunch) for kernel, _ in found)
+
+
+def test_results_do_not_take_the_memory_of_sums_that_other_tiles_read():
+    """The result has as many bytes as the sums: one of each 64 columns."""
+    g = network(2048, 64, 16384, 256, end="wide")
+    x, z = g.outputs
+    g.set_outputs([x, rlx.softmax(z, axis=1)])
+    program = lower(g, target("sm_90a"), rlx.CompileOptions())
+    reader = next(s for s in program.steps if isinstance(s.kernel.body[0], Contract) and s.kernel.body[0].before)
+    assert may_overlap(reader.kernel) == set()
+    result, sums = reader.args[2], reader.args[-1]
+    assert program.plan.offsets[result] != program.plan.offsets[sums]
+    offsets = dict(program.plan.offsets) | {result: program.plan.offsets[sums]}
+    with pytest.raises(PlanError, match="which it still uses"):
+        check_program(replace(program, plan=replace(program.plan, offsets=offsets)))
+
+
+NO_NORMS: dict[str, Norm] = {
+    "softmax": lambda x, scale: rlx.exp(x) / rlx.sum(rlx.exp(x), axis=1, keepdims=True) * scale,
+    "sum of sizes": lambda x, scale: x / rlx.sum(rlx.abs(x), axis=1, keepdims=True) * scale,
+    "more than the row": lambda x, scale: rlx.rms_norm(x, scale) + x,
+    "squares": lambda x, scale: x * rlx.rms_norm(x, scale),
+    "layer norm": lambda x, scale: rlx.layer_norm(x, scale, scale),
+}
+
+
+@pytest.mark.parametrize("norm", list(NO_NORMS))
+def test_other_kernels_between_products_stay(monkeypatch, norm):
+    monkeypatch.setitem(NORMS, norm, NO_NORMS[norm])
+    program = lower(network(*SHAPES[0], norm), target("sm_90a"), rlx.CompileOptions())
+    assert not any(c.rows or c.before for _, c in products(program))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from rlx.compiler.alike import Alike
 from rlx.compiler.check import check_program
 from rlx.compiler.compilation import Compilation
 from rlx.compiler.concurrent import group_concurrent
-from rlx.compiler.factors import factored
+from rlx.compiler.factors import factored, may_scale
 from rlx.compiler.facts import Facts, facts_of
 from rlx.compiler.fuse import fuse
 from rlx.compiler.groups import Group, print_groups
@@ -33,7 +33,7 @@ from rlx.ir.op import Kind
 from rlx.ir.overlap import may_overlap
 from rlx.ir.program import BufferDecl, NodeReport, OutputDecl, Program, Region, RouterDecl, Step
 from rlx.ir.shape import Shape
-from rlx.ir.target import Target, no_parts
+from rlx.ir.target import Target
 
 if TYPE_CHECKING:
     from rlx.compiler.control import Flow
@@ -70,7 +70,7 @@ def assembled(
     alike = Alike(facts)
     slowest_first = sorted(groups, key=lambda g: _effort(g.anchor, facts), reverse=True)
     run: Iterable[tuple[Group, Lowered]] = ((g, flows[g].lowered if g in flows else alike.lowered(g)) for g in slowest_first)
-    if target.parts is not no_parts and "factors" not in options.disable:
+    if any(may_scale(g, facts) for g in groups):
         run = factored(dict(run), facts).items()
     bases = ((handle, facts.places.base(v)) for handle, v in facts.graph.assigns if facts.memory(v) is v)
     copies = ((handle, Lowered(copy_kernel(handle), (base, handle))) for handle, base in bases)

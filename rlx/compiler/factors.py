@@ -1,13 +1,15 @@
-"""Factors of rows between two products, as of an RMS norm (Zhang and Sennrich, arXiv:1910.07467).
+"""Factors of rows between two products: those of an RMS norm (Zhang and Sennrich, arXiv:1910.07467).
 
-A kernel that scales the rows of a product, y[i, j] = f[i] * v[i, j], where f[i] is made of the sum of s[i, j] over j, reads all
-of the product's result x and writes y for the next product. y @ w is f * (v @ w). So the first product stores v in place of y,
-and sums of s over parts of each row; the second one adds these up, and multiplies its own sums by f. v is rounded to bf16 as y
-was, which has the range of f32: the errors are those of rounded operands, as before.
+A kernel that scales the rows of a product, y[i, j] = f[i] * v[i, j], where v is x times numbers that are known before a run, and
+f[i] is made of the sum of squares of x[i, j] over j, reads all of the product's result x and writes y for the next product.
+y @ w is f * (v @ w). So the first product stores v in place of y, and sums of squares over parts of each row; the second one adds
+these up, and multiplies its own sums by f. v is rounded to bf16 as y was, which has the range of f32 (where squares have a sum,
+neither v nor its products leave it): the errors are those of rounded operands, as before.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import TypeVar
@@ -65,8 +67,15 @@ class Scaled:
     origin: tuple[str, ...]
 
 
+def may_scale(group: Group, facts: Facts) -> bool:
+    """Whether the kernel of a group may be one that scales rows, for a target where products can take it over."""
+    if not facts.target.part_columns or "factors" in facts.compilation.options.disable:
+        return False
+    return group.anchor is None and not group.static and bool(group.row_reductions()) and math.prod(group.lines) > 1
+
+
 def factored(lowered: Mapping[Group, Lowered], facts: Facts) -> dict[Group, Lowered]:
-    """The kernels without those whose factors the products on both sides take over, where the target says so (Target.parts).
+    """The kernels without those whose factors the products on both sides take over, where the target says so (Target.factors).
     The nodes of such a kernel become those of the first product's group."""
     found = _Factors(lowered, facts)
     for group in lowered:
@@ -100,12 +109,14 @@ class _Factors:
         whole = all(_reads_rows(x.kernel, b, scaled) for x, b in zip(readers, read))
         if not whole or not _stores_rows(first.kernel, made, scaled):
             return
-        width = min(self.once(self.facts.target.parts, first.kernel, x.kernel) for x in readers)
-        if width == 0 or scaled.columns % width:
+        width = self.facts.target.part_columns
+        if scaled.columns % width:
             return
         parts = Extra(Region.ARENA, Shape((scaled.rows, scaled.columns // width), f32), "sums of parts of rows")
         new = [Lowered(self.once(with_parts, first.kernel, made, scaled, width), (*first.args, result, parts, *at.values()))]
         new += [Lowered(self.once(with_factor, x.kernel, b, scaled, width), (*x.args, parts)) for x, b in zip(readers, read)]
+        if not all(self.once(self.facts.target.factors, new[0].kernel, x.kernel) for x in new[1:]):
+            return
         self.lowered.update(zip(around, new))
         del self.lowered[group]
         for own, its in zip((around[0].forms, around[0].stores), (group.forms, group.stores)):
@@ -154,13 +165,15 @@ def scaled_rows(kernel: Kernel) -> Scaled | None:
     if not factors or not others or len(sources) != 1 or store.buffer.dtype != bf16:
         return None
     (source,), x, column = sources, Var("x", f32), Var("j", index_)
-    term, value = (
-        _of_element(e, source, (row, columns, s.var), x, column) for e, s in ((total.value, first), (_product(others), last))
-    )
+    term = _of_element(total.value, source, (row, columns, first.var), x, column)
+    parts = [_of_element(e, source, (row, columns, last.var), x, column) for e in others]
     plain = isinstance(source, Buffer) and isinstance(store.buffer, Buffer) and source.dtype == f32
-    if not plain or term is None or value is None or not _is_element(store.index, row, columns, last.var):
+    square = isinstance(term, Alu) and term.op == "mul" and term.args == (x, x)
+    linear = parts.count(x) == 1 and all(e is x or (e is not None and x not in {*walk(e)}) for e in parts)
+    if not (plain and square and linear) or not _is_element(store.index, row, columns, last.var):
         return None
-    of_row, of_element = {*walk((*lets, *factors))}, {*walk((term, value))}
+    value = _product(parts)  # type: ignore[arg-type]
+    of_row, of_element = {*walk((*lets, *factors))}, {*walk(value)}
     if any(isinstance(e, Load) or e in (row, last.var) for e in of_row) or row in of_element or own & of_element:
         return None
     inputs = tuple(b for b in kernel.buffers if b not in (source, store.buffer))
@@ -211,7 +224,7 @@ def _of_element(e: Expr, source: object, place: tuple[Var, int, Var], x: Var, co
     return substitute(e, {at: column}, memo)
 
 
-def _contract(kernel: Kernel) -> Contract | None:
+def _product_of(kernel: Kernel) -> Contract | None:
     """The product of a kernel without a grid or Locals, of all rows."""
     c = next(iter(kernel.body), None)
     plain = isinstance(c, Contract) and not (kernel.grid or kernel.locals or kernel.limits or c.rows or c.before)
@@ -220,7 +233,7 @@ def _contract(kernel: Kernel) -> Contract | None:
 
 def _stores_rows(kernel: Kernel, to: Buffer, scaled: Scaled) -> bool:
     """Whether a product stores the rows that are scaled."""
-    c = _contract(kernel)
+    c = _product_of(kernel)
     if c is None or c.also is not None or (c.m, c.n) != (scaled.rows, scaled.columns):
         return False
     found = [s for s in c.epilogue if isinstance(s, Store) and s.buffer is to]
@@ -229,7 +242,7 @@ def _stores_rows(kernel: Kernel, to: Buffer, scaled: Scaled) -> bool:
 
 def _reads_rows(kernel: Kernel, buffer: Buffer, scaled: Scaled) -> bool:
     """Whether a product reads the scaled rows as its left operand, and nothing else of them."""
-    c = _contract(kernel)
+    c = _product_of(kernel)
     if c is None or not isinstance(c.a, Operand) or (c.m, c.k) != (scaled.rows, scaled.columns) or c.a.buffer is not buffer:
         return False
     at = (c.a.row_stride, c.a.col_stride, c.a.row_levels, c.a.col_levels)
@@ -240,7 +253,7 @@ def _reads_rows(kernel: Kernel, buffer: Buffer, scaled: Scaled) -> bool:
 def with_parts(kernel: Kernel, to: Buffer, scaled: Scaled, width: int) -> Kernel:
     """The first product: it stores `scaled.value`, and sums of `scaled.term` over `width` columns each, behind all else. Its new
     arguments are these, and what the value is made of."""
-    c, names = _contract(kernel), iter(range(len(kernel.buffers), 1 << 30))
+    c, names = _product_of(kernel), iter(range(len(kernel.buffers), 1 << 30))
     assert c is not None
     shapes = [(bf16, c.m * c.n), (f32, c.m * c.n // width), *((b.dtype, b.size) for b in scaled.inputs)]
     new = [Buffer(f"b{next(names)}", dtype, size, writable=n < 2) for n, (dtype, size) in enumerate(shapes)]
@@ -266,7 +279,7 @@ def with_parts(kernel: Kernel, to: Buffer, scaled: Scaled, width: int) -> Kernel
 
 def with_factor(kernel: Kernel, rows: Buffer, scaled: Scaled, width: int) -> Kernel:
     """The second product, of rows without their factor, from whose parts of sums it makes the factor: its last argument."""
-    c = _contract(kernel)
+    c = _product_of(kernel)
     assert c is not None and c.a.buffer is rows  # type: ignore[union-attr]
     count = scaled.columns // width
     parts, part, factor = Buffer(f"b{len(kernel.buffers)}", f32, c.m * count), Var("p", index_), Var("f", f32)

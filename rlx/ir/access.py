@@ -57,7 +57,9 @@ def accesses(kernel: Kernel) -> tuple[Access, ...]:
                 operand(s.a, (s.m, s.k), here, loops)
                 operand(s.b, (s.k, s.width), here, loops)
                 row = (*loops, (s.i, s.m))
+                start = len(found)
                 block(s.before, here, row, -len(s.before))
+                found[start:] = [replace(a, again=True) for a in found[start:]]
                 block(s.epilogue, (*here, 0), (*row, (s.j, s.n)))
                 block(s.rows, here, row, 1)
             else:

@@ -271,7 +271,7 @@ class Contract:
     many columns again, and the epilogue reads also[i, j], the sum for column j + n of b. `tf32`: a renderer may round the
     operands, which are f32, to 10 bits of fraction. With `count`, an index expression, a grid point has exactly that many rows
     instead of m; all points together have at most m. The statements `before` (they read `i`) run before all others of row i,
-    which read their results, and store nothing."""
+    which read their results, and store nothing; a renderer may run them more than once."""
 
     i: Var
     j: Var

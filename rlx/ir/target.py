@@ -39,8 +39,8 @@ def _never(what: object) -> bool:
     return False
 
 
-def no_parts(product: Kernel, reader: Kernel) -> int:
-    return 0
+def _never_both(one: Kernel, other: Kernel) -> bool:
+    return False
 
 
 def _as_lowered(kernel: Kernel) -> Kernel:
@@ -78,8 +78,9 @@ class Target:
     `levels`: contractions read a left operand whose rows and columns lie in levels (Operand.row_levels), where it lies; without
     it, such an operand is copied first.
     `control`: steps of a program run as often as its data says (Program.bodies); without it, control flow is decomposed.
-    `parts(product, reader)`: columns over which a product stores sums of its results, so that another one, which reads them
-    scaled by a factor of each row, makes the factor of these sums (rlx/compiler/factors.py); 0: a kernel between them scales.
+    `part_columns`: columns over which a product can store sums of squares, of which the next product makes the factors of rows
+    (rlx/compiler/factors.py); 0: never. `factors(product, reader)`: True if these two kernels, which do so, are faster than
+    others with a norm between them.
     `schedule(kernel)`: the kernel in the loop order, blocking and grid that suit the device: it computes the same from the same
     buffers. Lowering leaves these open. The kernel itself if nothing changes.
     """
@@ -95,6 +96,7 @@ class Target:
     cache_bytes: int = 32 << 10  # memory that a point has near: first-level cache, shared memory
     core_cache_bytes: int = 1 << 20  # memory that a core has alone behind that: second-level cache
     line_bytes: int = 64  # of a cache line, the unit of transfers from memory
+    part_columns: int = 0
     column_bytes: int = 0  # of a line along another axis than the last one, at most, that a kernel may reduce and read again
     stores_narrow: bool = False  # a contraction stores rows that are reduced before their cast to a wider float: less traffic
     channels_last: bool = False  # contractions of a convolution read operands with channels last
@@ -115,7 +117,7 @@ class Target:
     follows: Callable[[Node], bool] = field(default=_always, compare=False)
     computes: Callable[[Producer], bool] = field(default=_never, compare=False)
     pairs: Callable[[Node], bool] = field(default=_never, compare=False)
-    parts: Callable[[Kernel, Kernel], int] = field(default=no_parts, compare=False)
+    factors: Callable[[Kernel, Kernel], bool] = field(default=_never_both, compare=False)
     panel: Callable[..., tuple[int, int]] = field(default=_unpacked, compare=False)
     step: Callable[[str], int] = field(default=_single, compare=False)
     schedule: Callable[[Kernel], Kernel] = field(default=_as_lowered, compare=False)

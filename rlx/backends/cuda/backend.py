@@ -31,7 +31,8 @@ from rlx.backends.cuda.gpu import Functions, count, gpu, refusal
 from rlx.backends.cuda.memory import CudaMemory
 from rlx.backends.cuda.schedule import ALONE, COLUMN_BYTES, LONG, MULTIPROCESSORS
 from rlx.backends.cuda.staging import ShortReads
-from rlx.backends.cuda.tensor import parts_between
+from rlx.backends.cuda.tensor import pays_to_scale
+from rlx.backends.cuda.tensor_rows import PART
 from rlx.backends.shared import packed
 from rlx.backends.shared.codes import Codes, whole
 from rlx.driver.handles import HandleStore
@@ -181,9 +182,9 @@ def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
             "int8_matmul": products,
         },
         followed=frozenset({"attention", "conv", "dequant_matmul", "segment_matmul"}), computes=_computes,
-        pairs=partial(_pairs, arch), parts=partial(parts_between, arch),
+        pairs=partial(_pairs, arch), factors=pays_to_scale,
         status_late=True, widens=frozenset(f"{a} {b}" for a in ("f16", "bf16") for b in ("f8e4m3", "f8e5m2")),
-        column_bytes=COLUMN_BYTES, schedule=scatter.scheduled,
+        part_columns=PART if arch == "sm_90a" else 0, column_bytes=COLUMN_BYTES, schedule=scatter.scheduled,
         splits={
             "attention": splits.attention, "conv": direct.split, "top_k": splits.top_k, "softmax": splits.softmax,
             "log_softmax": splits.softmax,

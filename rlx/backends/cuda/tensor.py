@@ -152,8 +152,8 @@ class Tiling:
         return self.columns if self.swapped else self.rows
 
     @property
-    def finished(self) -> int:
-        """Columns whose sums a group has in the end, where the last tile of a block is shared."""
+    def shared_columns(self) -> int:
+        """Columns of a shared tile whose sums a group has in the end."""
         return self.columns // self.shares
 
     def tiles(self, c: Contract) -> tuple[int, int]:
@@ -375,7 +375,8 @@ def on_tensor_cores(
     b = _side(kernel, c, c.b, c.width, c.b.col_stride, c.b.row_stride, tiling.columns if c.also is None else CHUNK // 2, segments)
     results = _results(kernel, c, segments) if tiling.queued and a.tensor and b.tensor and not b.raw else None
     tiling = replace(_held(tiling, b, segments, deep, bool(c.before)), queued=results is not None)
-    if segments and not (c.b.blocks or (a.tensor and b.tensor and not b.raw)):
+    copied = a.tensor is not None and b.tensor is not None and not b.raw
+    if (segments and not (c.b.blocks or copied)) or (c.before and not copied):
         return None
     if (c.also is not None and not (b.tensor and b.along and not b.raw)) or (is_widened(c) and not b.tensor):
         return None
@@ -465,16 +466,14 @@ def _tiling(
 
 def has_parts(t: Tiling) -> bool:
     """Whether a warp has whole parts of a row at once, and all of its lanes have elements of them."""
-    return not (t.swapped or t.queued or t.columns % PART or t.finished % PART)
+    return not (t.swapped or t.queued or t.columns % PART or t.shared_columns % PART)
 
 
-def parts_between(arch: str, product: Kernel, reader: Kernel) -> int:
-    """Target.parts: those of products of many rows, whose operands are copied in bulk."""
+def pays_to_scale(product: Kernel, reader: Kernel) -> bool:
+    """Target.factors: where both kernels are computed in tiles that are copied in bulk, of many rows."""
     c = _contract(product)
-    if arch != "sm_90a" or c is None or c.m < LEAST_ROWS or c.m % 16 or c.n < LEAST_COLUMNS or c.n % PART:
-        return 0
-    found = [on_tensor_cores(x) for x in (product, reader)]
-    return 0 if any(x is None or x.by_threads for x in found) else PART
+    large = c is not None and c.m >= LEAST_ROWS and c.n >= LEAST_COLUMNS
+    return large and all((found := on_tensor_cores(x)) is not None and not found.by_threads for x in (product, reader))
 
 
 def _is_plain(kernel: Kernel, c: Contract) -> bool:
@@ -567,5 +566,5 @@ def _constant(offset: Expr, terms: Sequence[tuple[Var, int]]) -> int | None:
 
 __all__ = [
     "TILINGS", "Side", "TensorLaunch", "Tiling", "depth", "has_parts", "is_widened", "itemsize", "kind", "on_tensor_cores",
-    "parts_between", "promoted",
+    "pays_to_scale", "promoted",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rlx.backends.cuda.vectors import width
 from rlx.ir.dtype import f32
-from rlx.ir.kernel import Alu, Contract, Expr, Kernel, Let, Load, Local, Loop, Store, Var, coefficient, const, walk
+from rlx.ir.kernel import Alu, Check, Contract, Expr, Kernel, Let, Load, Local, Loop, Store, Var, coefficient, const, walk
 from rlx.ir.nest import substitute
 from rlx.records import record
 
@@ -43,7 +43,7 @@ def parts_of(kernel: Kernel, c: Contract) -> Parts | None:
     if loads != [total.value] or steps != [(PART, 1)] or stored != [(c.j, None)]:
         return None
     whole = loop.extent * PART == c.n and c.m % 16 == 0
-    vectors = all(isinstance(s, Let | Store) for s in c.epilogue) and width(c.epilogue, (), c.j, c.n) > 1
+    vectors = all(isinstance(s, Let | Store | Check) for s in c.epilogue) and width(c.epilogue, (), c.j, c.n) > 1
     alone = not (kernel.limits or kernel.grid) and c.also is None and c.count is None
     return Parts(terms, loop.var, total.result, put) if whole and vectors and alone else None
 
