@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -184,6 +185,21 @@ PRODUCTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "halves of q8_0, a few": ((100, 16, 512, 256, "f32", "q8_0"), {"paired": True}),
     "q5_k": ((60, 6, 256, 64, "f16", "q5_k"), {"scaled": True}), "one row of q4_k": ((1, 4, 256, 64, "f32", "q4_k"), {}),
 }  # fmt: skip
+
+
+def test_operands_of_an_epilogue_are_loaded_once_where_all_rows_have_the_same():
+    """Rows of groups are counted by variables of their own."""
+
+    def text(g: rlx.Graph) -> str:
+        (step,) = lower(g, target("sm_90a"), rlx.CompileOptions()).steps
+        return text_of(launch_of(step.kernel), "kernel")
+
+    once = re.compile(r"q\d+\[1\]\[8\];")
+    g = rlx.Graph("bias")
+    x, w, b = g.input("x", (300, 64), "bf16"), g.param("w", (1000, 64), "bf16"), g.param("b", (1000,), "bf16")
+    g.set_outputs([x @ rlx.transpose(w) + b])
+    given, more = PRODUCTS["odd columns"]
+    assert once.search(text(g)) and not once.search(text(product(*given, **more)))
 
 
 @on_gpu

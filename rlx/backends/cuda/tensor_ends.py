@@ -10,7 +10,7 @@ from rlx.backends.cuda.tensor import CHUNK, GROUP, TensorLaunch
 from rlx.backends.cuda.tensor_rows import PART, Parts
 from rlx.backends.cuda.vectors import loads, width
 from rlx.ir.dtype import f32
-from rlx.ir.kernel import Contract, Loop, Store, coefficient
+from rlx.ir.kernel import Contract, Load, Loop, Store, Var, walk
 
 
 class Pieces(NamedTuple):
@@ -262,7 +262,8 @@ class TileEnds(CudaWriter):
         found = loads(c.epilogue, (), var, pieces.size) if pieces.size > 1 else []
         for key, x in {key_of(x, var): x for x in found if x.guard is None}.items():
             self.round, held = "n", self.fresh("q")
-            same = pieces.same_columns and coefficient(x.index, c.j if pieces.swapped else c.i) == 0
+            alone = {v for v in walk(x.index) if isinstance(v, Load | Var)} <= {var, *(v for v, _ in self.kernel.grid)}
+            same = pieces.same_columns and alone and not self.launch.segments  # of which other variables count rows, too
             own = pieces._replace(once=same)
             self.line(f"{self.dialect.element(x.buffer.dtype)} {held}[{own.rounds}][{pieces.size}];")
             with self.scope(own.loop(), 2):
