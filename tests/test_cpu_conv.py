@@ -371,6 +371,24 @@ def test_a_few_results_of_each_channel_are_groups_of_one(x: tuple, w: tuple, giv
     np.testing.assert_array_equal(rlx.compile(g).run(arrays)[0], evaluate(g, arrays)[0][0])
 
 
+@pytest.mark.parametrize("x, w, groups, given", [
+    ((2, 32, 9, 11), (16, 8, 3, 3), 4, {"low": 1, "high": 1}), ((1, 6, 23), (3, 2, 4), 3, {"strides": 2, "high": 3}),
+    ((1, 8, 4, 5, 6), (6, 4, 2, 3, 1), 2, {"dilation": (2, 1, 1)}), ((2, 64, 5, 7), (34, 32, 3, 3), 2, {}),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [f32, bf16, i32], ids=str)
+def test_groups_with_fewer_results_than_channels_are_padded(
+    x: tuple, w: tuple, groups: int, given: dict, biased: bool, dtype: DType
+) -> None:
+    g, dims = rlx.Graph("fewer"), {"x": x, "w": w, **({"b": (w[0],)} if biased else {})}
+    g.set_outputs([conv(*(g.input(name, d, dtype) for name, d in dims.items()), groups=groups, **given)])
+    natives = [s for step in lower(g, with_natives(TARGETS["host"]), rlx.CompileOptions()).steps for s in step.kernel.body]
+    assert [s.op for s in natives if isinstance(s, Native)] == ["conv"]
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.integers(-3, 4, d).astype(dtype.numpy) for name, d in dims.items()}
+    np.testing.assert_array_equal(rlx.compile(g).run(arrays)[0], evaluate(g, arrays)[0][0])
+
+
 def test_groups_of_channels_in_other_strides() -> None:
     got, want = run_grouped(graph_of(GROUPED[2], (f32, f32), six, turned=True), TARGETS["host"])
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)

@@ -24,9 +24,9 @@ from rlx.backends.cpu.scope import Scope
 from rlx.host.emit import Emitter, V, stored, vector
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import Kernel, Native, Store, Var, View, linear
-from rlx.ir.ops import conv, copy, pack
+from rlx.ir.ops import conv, copy, pack, pad
 from rlx.ir.ops.conv import SEVERAL, ConvAttrs
-from rlx.ir.ops.view import broadcast_to, reshape, unsqueeze
+from rlx.ir.ops.view import broadcast_to, reshape, slice_axis, unsqueeze
 from rlx.ir.target import Target
 from rlx.records import record
 
@@ -46,7 +46,7 @@ def claim(node: Node) -> str | None:
         return "a convolution that sums over all channels is a product of windows"
     if not attrs.channels_last:
         return f"the direct kernel takes [batch, *spatial, channels], not {x.shape}"
-    if w.dims[-2] not in GROUPS or (w.dims[-1] != x.dims[-1] and not several(node)):
+    if w.dims[-2] not in GROUPS or (w.dims[-1] != x.dims[-1] and not several(node) and not fewer(node)):
         return f"the direct kernel has groups of {GROUPS} channels in x and in the result, not {w.shape} in {attrs.groups} groups"
     wide, channels = w.shape.static[-3], min(w.shape.static[-2], SPREAD)
     edges = 2 * wide + 3 if attrs.each("dilation", x.rank - 2)[-1] > 1 else 5  # tiles with code of their own
@@ -61,10 +61,32 @@ def several(node: Node) -> int:
     return out // channels if inner == 1 and channels < out < SEVERAL * channels else 0
 
 
+def fewer(node: Node) -> int:
+    """Results of a group, if these are fewer than its channels, but at least half as many; else 0."""
+    attrs, (*_, inner, out) = node.attrs, node.inputs[1].shape.static
+    assert isinstance(attrs, ConvAttrs)
+    each = out // attrs.groups
+    return each if each < inner <= 2 * each else 0
+
+
+def _padded(x: Value, groups: int, each: int) -> Value:
+    """Groups of results, along the last axis, with zeros behind them: `each` of a group."""
+    own = x.shape.static[-1] // groups
+    apart = reshape(x, dims=(*x.dims[:-1], groups, own))
+    low = (0,) * apart.rank
+    return reshape(pad(apart, low=low, high=(*low[:-1], each - own)), dims=(*x.dims[:-1], groups * each))
+
+
 def split(node: Node) -> Value | None:
     """The convolution of a copy of x: with each channel as often as it has results, or with channels last, if x is a view without
-    (lanes would be gathered for each row of a window)."""
+    (lanes would be gathered for each row of a window). Or that with as many results in a group as channels: some are zeros, and
+    not kept."""
     x, w, *bias = node.inputs
+    if few := fewer(node):
+        groups, inner = node.attrs.groups, w.shape.static[-2]  # type: ignore[union-attr]
+        made = conv(x, *(_padded(v, groups, inner) for v in (w, *bias)), **vars(node.attrs))
+        apart = reshape(made, dims=(*made.dims[:-1], groups, inner))
+        return reshape(slice_axis(apart, apart.rank - 1, 0, few), dims=(*made.dims[:-1], groups * few))
     if many := several(node):
         wide = broadcast_to(unsqueeze(x, axes=x.rank), dims=(*x.dims, many))
         x = reshape(wide, dims=(*x.dims[:-1], w.dims[-1]))

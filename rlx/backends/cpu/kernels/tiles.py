@@ -23,6 +23,7 @@ from rlx.ir.target import Target
 from rlx.records import record
 
 MAX_ROWS = 8  # most rows of a tile; with 3 vectors of 16 lanes, 5 of AVX-512's 32 registers are left for operands
+ROWS_OF_ONE, DEEP = 14, 256  # the same with one vector, from so many steps of k on: loads of b count, beside one for each row
 BLOCK_ROWS = 128  # most rows of a task's block: their part of `a` stays in the L2 cache
 FEWEST_ROWS = 4  # fewer rows take about as long, since reading `b` is the bottleneck
 GRAIN = 1 << 17  # multiply-adds; smaller tasks are not worth handing over (about a microsecond)
@@ -46,7 +47,7 @@ PART = 1 << 17  # bytes of a panel's part, at most, and at most an eighth of the
 GROUP_PART = 24 << 10  # of that of a group of rows, which are few: reading and arithmetic take turns in the L1 cache
 FAR_ROWS = 1 << 18  # bytes of rows of `a` that are not near the core when a kernel begins
 FEW_PANELS = 24  # with more, waiting for rows in the first one does not count
-SUMS = 8  # independent accumulators that hide the latency of a multiply-add
+SUMS, SUMS_OF_ONE = 8, 12  # independent accumulators that hide the latency of a multiply-add; in tiles of one vector
 LOW_UNIT = 1024, 1536  # rows, depth: up to there, several threads multiply bf16 faster with 16 rows a tile than with 32
 LOW_ROWS = 3  # rows of the lowest tile that is worth trying
 DEFAULT_TILING: Mapping[str, int] = {}
@@ -112,7 +113,8 @@ class Plan:
     def unroll(self, rows: int, vectors: int) -> int:
         """The number of steps of k with separate sums: low tiles have too few accumulators to hide a multiply-add's latency."""
         steps = 1
-        while rows * vectors * steps < SUMS and 2 * rows * vectors * steps + vectors < self.registers:
+        least = SUMS_OF_ONE if vectors == 1 else SUMS
+        while rows * vectors * steps < least and 2 * rows * vectors * steps + vectors < self.registers:
             steps *= 2
         return steps
 
@@ -127,7 +129,7 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     matrix = _step(c, group, target) if c.m >= MATRIX_ROWS and c.count is None else 0
     vectors = panel // lanes or (2 if matrix else tiling.get("vectors", _panel_vectors(c, registers)))
     summed = 2 * vectors if (dot := dot_in(c, target)) and dot.signed else 0  # registers of b's own sums, and of constants
-    highest = tiling.get("rows", _highest(c, vectors, registers - summed, group if matrix else 0, target.threads))
+    highest = tiling.get("rows", _highest(c, vectors, lanes, registers - summed, group if matrix else 0, target.threads))
     if c.count is not None:
         return _ragged(kernel, c, target, tiling, highest, lanes, vectors, registers)
     panels, stage_a = -(-c.n // (vectors * lanes)), _stage_a(c, group, matrix)
@@ -213,7 +215,8 @@ def axes(kernel: Kernel, c: Contract, target: Target) -> dict[str, tuple[int, ..
         usual, other = {"tasks": _ragged_wanted(c, target.threads)}, {"tasks": other_tasks(target.threads)}
         return distinct(usual, other, lambda tiling: plan(kernel, c, target, tiling))
     wanted = _wanted_tasks(c, default.batch, target.threads)
-    highest = _highest(c, default.vectors, default.registers, default.group if default.matrix else 0, target.threads)
+    unit = default.group if default.matrix else 0
+    highest = _highest(c, default.vectors, default.lanes, default.registers, unit, target.threads)
     tile: dict[str, Iterable[int]] = {"vectors": (1, 2, 3, 4)}
     if panel_of(c.b)[0]:
         heights = (amx.SIDE, 2 * amx.SIDE) if default.matrix else range(highest - 1, LOW_ROWS - 1, -1)
@@ -259,10 +262,12 @@ def _order(c: Contract, p: Plan) -> set[tuple[int, int]]:
     return {(steps, p.depth if steps > 1 else 0) for steps in unrolled}
 
 
-def _highest(c: Contract, vectors: int, registers: int, unit: int, threads: int) -> int:
+def _highest(c: Contract, vectors: int, lanes: int, registers: int, unit: int, threads: int) -> int:
     """Most rows of a tile. `unit`: elements in a group if it is one of the matrix unit, else 0."""
     if not unit:
-        return max(1, min(MAX_ROWS, (registers - 1 - vectors) // vectors))
+        vectors = max(1, min(vectors, -(-c.n // lanes)))  # that a tile has
+        most = ROWS_OF_ONE if vectors == 1 and c.k >= DEEP else MAX_ROWS
+        return max(1, min(most, (registers - 1 - vectors) // vectors))
     plain = isinstance(c.a, Operand) and not c.a.row_levels + c.a.col_levels
     low = unit == 2 and threads > 1 and c.m <= LOW_UNIT[0] and c.k <= LOW_UNIT[1]
     few = bool(c.rows) and -(-c.m // (2 * amx.SIDE)) < threads  # tasks own whole rows: some threads would have none
