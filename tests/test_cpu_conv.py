@@ -389,6 +389,24 @@ def test_groups_with_fewer_results_than_channels_are_padded(
     np.testing.assert_array_equal(rlx.compile(g).run(arrays)[0], evaluate(g, arrays)[0][0])
 
 
+@pytest.mark.parametrize("x, w, groups", [
+    ((8, 2, 5, 6, 7), (4, 1, 1, 1, 1), 2), ((2, 3, 9, 11), (3, 1, 1, 1), 3), ((1, 1, 23), (5, 1, 1), 1),
+    ((0, 2, 4, 4), (2, 1, 1, 1), 2),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtypes", [(f32, f32), (bf16, bf16), (i32, i32), (u8, i8)], ids=str)
+def test_channels_that_are_only_scaled_are_no_product(
+    x: tuple, w: tuple, groups: int, biased: bool, dtypes: tuple[DType, DType]
+) -> None:
+    g, rng = rlx.Graph("scales"), np.random.default_rng(0)
+    of = {"x": (x, dtypes[0]), "w": (w, dtypes[1]), **({"b": ((w[0],), i32 if dtypes[0] == u8 else dtypes[0])} if biased else {})}
+    g.set_outputs([conv(*(g.input(name, *given) for name, given in of.items()), groups=groups)])
+    steps = lower(g, with_natives(TARGETS["host"]), rlx.CompileOptions()).steps
+    assert not any(isinstance(s, Contract | Native) for step in steps for s in step.kernel.body)
+    arrays = {name: rng.integers(0, 4, dims).astype(dtype.numpy) for name, (dims, dtype) in of.items()}
+    np.testing.assert_array_equal(rlx.compile(g).run(arrays)[0], evaluate(g, arrays)[0][0])
+
+
 def test_groups_of_channels_in_other_strides() -> None:
     got, want = run_grouped(graph_of(GROUPED[2], (f32, f32), six, turned=True), TARGETS["host"])
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)

@@ -84,9 +84,12 @@ def _conv(attrs: ConvAttrs, x: Value, w: Value, b: Value | None = None) -> Value
 def _last(attrs: ConvAttrs, step: int, x: Value, w: Value, *b: Value) -> Value | None:
     """OpDef.last: also of the weights. Few channels are padded as they are: elements of a line stay adjacent. Where two
     products are summed in a step, few channels are copied to be adjacent themselves, an even number of them, unless the elements
-    of a long row are adjacent anyway."""
+    of a long row are adjacent anyway. Channels that are only scaled stay first."""
     if attrs.channels_last:
         return None
+    strides, paddings = attrs.each("strides", w.rank - 2), (*attrs.each("low", w.rank - 2), *attrs.each("high", w.rank - 2))
+    if w.shape.num_elements == w.shape.static[0] and {*strides} == {1} and not any(paddings):
+        return _scaled(attrs, x, w, *b)
     w, how = transpose(w, axes=(*range(2, w.rank), 1, 0)), {**vars(attrs), "channels_last": True}
     low, high = (attrs.each(name, w.rank - 2) for name in ("low", "high"))
     channels, (row, _, out) = x.shape.static[1], w.shape.static[-3:]
@@ -101,6 +104,19 @@ def _last(attrs: ConvAttrs, step: int, x: Value, w: Value, *b: Value) -> Value |
         x = pad(x, low=(0, 0, *low), high=(0, 0, *high))
         how |= {"low": 0, "high": 0}
     return from_last(conv(to_last(x, False), w, *b, **how), False)
+
+
+def _scaled(attrs: ConvAttrs, x: Value, w: Value, *b: Value) -> Value:
+    """Windows of one element of one channel: channels, first, times numbers."""
+    dtype, groups, spatial, out = products(x.dtype, w.dtype), attrs.groups, x.dims[2:], w.shape.static[0]
+    apart = (groups, *(() if out == groups else (out // groups,)))  # a reshape would keep transposes from passing
+    made = x if out == groups else reshape(x, dims=(x.dims[0], groups, 1, *spatial))
+    own = (*apart, *(1 for _ in spatial))
+    made = made.astype(dtype.compute) * reshape(w, dims=own).astype(dtype.compute)
+    for bias in b:
+        made = made + reshape(bias, dims=own).astype(dtype.compute)
+    made = made.astype(dtype)
+    return made if out == groups else reshape(made, dims=(x.dims[0], out, *spatial))
 
 
 def _depthwise(attrs: ConvAttrs, x: Value, w: Value, compute: DType) -> Value:

@@ -84,7 +84,8 @@ def split(node: Node) -> Value | None:
     x, w, *bias = node.inputs
     if few := fewer(node):
         groups, inner = node.attrs.groups, w.shape.static[-2]  # type: ignore[union-attr]
-        made = conv(x, *(_padded(v, groups, inner) for v in (w, *bias)), **vars(node.attrs))
+        w, *bias = (_padded(v, groups, inner) for v in (w, *bias))
+        made: Value = conv(x, w, *bias, **vars(node.attrs))
         apart = reshape(made, dims=(*made.dims[:-1], groups, inner))
         return reshape(slice_axis(apart, apart.rank - 1, 0, few), dims=(*made.dims[:-1], groups * few))
     if many := several(node):
