@@ -85,7 +85,7 @@ def split(node: Node) -> Value | None:
     if few := fewer(node):
         groups, inner = node.attrs.groups, w.shape.static[-2]  # type: ignore[union-attr]
         w, *bias = (_padded(v, groups, inner) for v in (w, *bias))
-        made: Value = conv(x, w, *bias, **vars(node.attrs))
+        made: Value = conv(x, w, *bias, **vars(node.attrs))  # type: ignore[arg-type]
         apart = reshape(made, dims=(*made.dims[:-1], groups, inner))
         return reshape(slice_axis(apart, apart.rank - 1, 0, few), dims=(*made.dims[:-1], groups * few))
     if many := several(node):
