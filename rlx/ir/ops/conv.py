@@ -88,7 +88,7 @@ def _last(attrs: ConvAttrs, step: int, x: Value, w: Value, *b: Value) -> Value |
     if attrs.channels_last:
         return None
     strides, paddings = attrs.each("strides", w.rank - 2), (*attrs.each("low", w.rank - 2), *attrs.each("high", w.rank - 2))
-    if w.shape.num_elements == w.shape.static[0] and {*strides} == {1} and not any(paddings):
+    if {*w.shape.static[1:], *strides} == {1} and not any(paddings):
         return _scaled(attrs, x, w, *b)
     w, how = transpose(w, axes=(*range(2, w.rank), 1, 0)), {**vars(attrs), "channels_last": True}
     low, high = (attrs.each(name, w.rank - 2) for name in ("low", "high"))
