@@ -32,6 +32,7 @@ from rlx.records import record
 
 GROUPS = (1, 2, 4, 8, 16, 32)  # channels of a group; more are products, of a matrix for each group
 SPREAD = 8  # channels of a group whose channels are spread one by one, in a loop
+FEW_OF_FLOATS, FEW_OF_INTEGERS = 16, 8  # channels of a group whose results are padded
 MOST_ACROSS = 16  # positions of a tile
 MOST_PRODUCTS = 1 << 13  # multiply-adds in the code of a kernel: with more it takes seconds to compile
 HEAVY = 6  # weight of an epilogue that is a loop over the tile's positions, instead of a copy for each
@@ -62,11 +63,12 @@ def several(node: Node) -> int:
 
 
 def fewer(node: Node) -> int:
-    """Results of a group, if these are fewer than its channels, but at least half as many; else 0."""
-    attrs, (*_, inner, out) = node.attrs, node.inputs[1].shape.static
+    """Results of a group, if they are padded to as many as its channels: fewer, but at least half as many, of windows of several
+    elements and of so few channels that this is faster than a product for each group; else 0."""
+    attrs, (*window, inner, out) = node.attrs, node.inputs[1].shape.static
     assert isinstance(attrs, ConvAttrs)
-    each = out // attrs.groups
-    return each if each < inner <= 2 * each else 0
+    each, most = out // attrs.groups, FEW_OF_FLOATS if node.inputs[1].dtype.is_float else FEW_OF_INTEGERS
+    return each if each < inner <= min(most, 2 * each) and prod(window) > 1 else 0
 
 
 def _padded(x: Value, groups: int, each: int) -> Value:
