@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import kernel_runs
 import numpy as np
 import pytest
 from test_cuda import SOME_TILINGS, on_gpu
@@ -170,6 +171,20 @@ def test_other_kernels_between_products_stay(monkeypatch, norm):
 def test_norms_that_others_read_or_that_have_few_or_odd_rows_are_kernels(more, shape):
     program = lower(network(*shape, **more), target("sm_90a"), rlx.CompileOptions())
     assert not any(c.rows or c.before for _, c in products(program)) and len(program.steps) > 2
+
+
+def test_statements_before_a_row_run_on_a_cpu_as_well():
+    """No lowering for a CPU makes such kernels, but texts may have them."""
+    g = network(128, 64, 2048, 128)
+    program, rng = lower(g, target("sm_90a"), rlx.CompileOptions()), np.random.default_rng(3)
+    _, (kernel, c) = products(program)
+    assert c.before
+    values = [None if b.writable else rng.standard_normal(b.size).astype(b.dtype.numpy) ** 2 for b in kernel.buffers]
+    (found,), status = kernel_runs.run(kernel, values, kernel_runs.TARGETS["host"])
+    arrays = [np.zeros(b.size, b.dtype.numpy) if v is None else v for b, v in zip(kernel.buffers, values)]
+    assert status == run_kernel(kernel, arrays) == 0
+    (want,) = [a for a, b in zip(arrays, kernel.buffers) if b.writable]
+    np.testing.assert_allclose(found.astype(np.float64), want.astype(np.float64), rtol=2**-7)
 
 
 def test_other_architectures_and_the_option_keep_the_kernel():

@@ -19,29 +19,14 @@ from rlx.compiler.groups import Group
 from rlx.compiler.lowering import Extra, Lowered, Place
 from rlx.ir.dtype import bf16, f32, index_
 from rlx.ir.graph import CONSTANT, PARAM, Value
-from rlx.ir.kernel import (
-    Alu,
-    Buffer,
-    Contract,
-    Expr,
-    Kernel,
-    Let,
-    Load,
-    Local,
-    Loop,
-    Operand,
-    Reduce,
-    Store,
-    Var,
-    coefficient,
-    is_const,
-    k,
-    walk,
-)  # fmt: skip
 from rlx.ir.nest import substitute
 from rlx.ir.program import Region
 from rlx.ir.shape import Shape
 from rlx.records import record
+
+from rlx.ir.kernel import (  # isort: skip
+    Alu, Buffer, Contract, Expr, Kernel, Let, Load, Local, Loop, Operand, Reduce, Store, Var, coefficient, is_const, k, walk,
+)  # fmt: skip
 
 Made = TypeVar("Made")
 
@@ -253,10 +238,10 @@ def _reads_rows(kernel: Kernel, buffer: Buffer, scaled: Scaled) -> bool:
 def with_parts(kernel: Kernel, to: Buffer, scaled: Scaled, width: int) -> Kernel:
     """The first product: it stores `scaled.value`, and sums of `scaled.term` over `width` columns each, behind all else. Its new
     arguments are these, and what the value is made of."""
-    c, names = _product_of(kernel), iter(range(len(kernel.buffers), 1 << 30))
+    c, many = _product_of(kernel), len(kernel.buffers)
     assert c is not None
     shapes = [(bf16, c.m * c.n), (f32, c.m * c.n // width), *((b.dtype, b.size) for b in scaled.inputs)]
-    new = [Buffer(f"b{next(names)}", dtype, size, writable=n < 2) for n, (dtype, size) in enumerate(shapes)]
+    new = [Buffer(f"b{many + n}", dtype, size, writable=n < 2) for n, (dtype, size) in enumerate(shapes)]
     result, parts, moved = new[0], new[1], dict(zip(scaled.inputs, new[2:]))
     x = Var("x", f32)  # not computed again, behind the store: the buffer may be that of an operand
     stored = next(s for s in c.epilogue if isinstance(s, Store) and s.buffer is to)

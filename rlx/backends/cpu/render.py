@@ -27,6 +27,7 @@ from rlx.backends.cpu.loops import (  # isort: skip
 from rlx.backends.cpu.scope import Prefetch, Scope, expr, limit_of
 from rlx.backends.cpu.transpose import Crossing, collapsed, crossing, emit_tiles
 from rlx.backends.cpu.updates import updated_in_place
+from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.rounding import in_fewer
 from rlx.host.emit import Emitter, V
 from rlx.host.processor import fetches_ahead
@@ -61,6 +62,8 @@ def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int
 
 def _as_rendered(kernel: Kernel, target: Target) -> Kernel:
     """The kernel in the form in which the code below takes it."""
+    if any(isinstance(s, Contract) and s.before for s in kernel.body):  # of kernels for other targets
+        kernel = without_contract(kernel)
     return moved_as_bits(in_fewer(updated_in_place(kernel, target)))
 
 
