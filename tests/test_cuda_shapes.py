@@ -30,7 +30,6 @@ MAPPED = {  # kernels whose shapes once had a few threads: expression, dims of i
     "many rows of 16": (lambda x: rlx.softmax(x), [(200_000, 16)], (1, 1, 1, 1)),
     "many rows of one": (lambda x: rlx.argsort(x), [(500_000, 1)], (1, 1, 1, 1)),
     "few short rows": (lambda x: rlx.softmax(x), [(100, 29)], (32, 1, 1, 1)),
-    "an odd count": (lambda x: rlx.gelu(x), [(1_944_259,)], (1, 1, 1, 4)),
     "odd rows": (lambda x, y: x + y, [(19_241, 129), (129,)], (1, 1, 1, 4)),
     "a small odd count": (lambda x: rlx.gelu(x), [(19_441,)], (1, 1, 1, 1)),
     "products of few columns": (lambda x, y: x @ y, [(27_876, 416), (416, 3)], (32, 1, 1, 1)),
@@ -45,6 +44,35 @@ def test_odd_shapes_have_threads_enough(name):
     assert type(found) is Launch and (found.team, found.lanes, found.parts, found.repeats) == wanted
     text = text_of(found, "kernel")
     assert cubin(text, "sm_90a") and ("float q0[4] = {};" in text) == (found.repeats == 4)
+
+
+ENDS = {  # elementwise kernels of counts that end within a vector: expression, count, dtype, elements of a vector
+    "bf16": (lambda x: rlx.relu(x - 2), 1_944_259, "bf16", 8),
+    "a multiple of half a vector": (lambda x: x * 3, 6_930_900, "f16", 8),
+    "f32": (lambda x: x * x - 1, 1_944_259, "f32", 4),
+    "checked": (lambda x: x // (x % 5), 2_500_001, "i32", 4),
+    "looked up": (lambda x: rlx.gather(rlx.cast(x, dtype="f32"), rlx.cast(x, dtype="i64")), 1_200_001, "i32", 4),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_odd_counts_end_within_a_vector(name):
+    build, count, dtype, vector = ENDS[name]
+    made = list(kernels(graph(lambda g: build(g.input("x", (count,), dtype)))))[-1]
+    found = launch_of(made, "sm_90a")
+    assert (found.vector, found.repeats, found.points) == (vector, 1, -(-count // vector))
+    text = text_of(found, "kernel")
+    assert f"+ {vector} <= {count}" in text and f"< {count}; i" in text and cubin(text, "sm_90a")
+
+
+@on_gpu
+@pytest.mark.parametrize("name", ENDS)
+def test_odd_counts_are_right_to_the_last_element(name):
+    build, count, dtype, _ = ENDS[name]
+    for n in (count, count + 1, count + 3):
+        made = graph(lambda g: build(g.input("x", (n,), dtype)))  # noqa: B023
+        x = np.random.default_rng(n).integers(1, 5, n).astype(rlx.as_dtype(dtype).numpy)
+        np.testing.assert_array_equal(rlx.Session("cuda").compile(made).run({"x": x})[0], evaluate(made, {"x": x})[0][0])
 
 
 def test_products_of_two_terms_are_loops():

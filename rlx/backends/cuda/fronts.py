@@ -8,6 +8,7 @@ every kernel reads and writes is found by computing its indices for all points.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -41,8 +42,8 @@ class Footprint:
 
     def __init__(self, launch: Launch, tiles: int, position: int) -> None:
         self.position, self.found = position, list[Access]()
-        points = launch.points * launch.vector
-        if points % tiles or launch.points % tiles or points > MOST:
+        points = math.prod(n for _, n in launch.kernel.grid)
+        if points != launch.points * launch.vector or points % tiles or launch.points % tiles or points > MOST:
             raise Unknown
         self.lets: dict[Var, Expr] = {}
         dims = [n for _, n in launch.kernel.grid]

@@ -129,7 +129,7 @@ class CudaWriter(Writer):
         k, at = self.kernel, self.launch
         stmts = checked_late(at) if type(at) is Launch else k.body
         if at.vector > 1 and at.repeats == 1:
-            self.in_vectors(stmts, (), k.grid[-1][0], at.vector, f"{self.names[k.grid[-1][0]]}_0")
+            self.vector_of_point(stmts, *k.grid[-1])
         elif at.vector > 1:
             self.vectors_apart(stmts)
         elif at.repeats > 1:
@@ -149,6 +149,17 @@ class CudaWriter(Writer):
         self.line(f"const rlx_index start = {self.value(p.start)}, head = {head};")
         self.line(f"const rlx_index origin = (start + head) / {p.size};")
         self.names[HEAD], self.names[ORIGIN] = "head", "origin"
+
+    def vector_of_point(self, stmts: Sequence[Stmt], var: Var, extent: int) -> None:
+        """The statements for a vector, one by one where the axis ends within it."""
+        size, first = self.launch.vector, f"{self.names[var]}_0"
+        if extent % size == 0:
+            return self.in_vectors(stmts, (), var, size, first)
+        with self.scope([f"if ({first} + {size} <= {extent}) {{"]):
+            self.in_vectors(stmts, (), var, size, first)
+        self.names[var] = name = self.fresh("i")
+        with self.scope([f"else for (rlx_index {name} = {first}; {name} < {extent}; {name}++) {{"]):
+            self.block(stmts)
 
     def vectors_apart(self, stmts: Sequence[Stmt]) -> None:
         """The statements for several vectors of a thread, a block apart; the checks, by which a program is divided, come last."""
@@ -278,7 +289,7 @@ class CudaWriter(Writer):
         left = at.points
         for n, (var, extent) in enumerate(reversed(self.kernel.grid)):
             name, size = self.name(var, "g"), at.vector if n == 0 else 1
-            count = extent // size
+            count = -(-extent // size)
             left //= max(1, count)
             # the loop over the points of a vector declares the axis itself
             text = ("point" + f" % {count}" * (left > 1) if count > 1 else "0") + f" * {size}" * (size > 1)
