@@ -7,15 +7,20 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install rlx[cuda]")
 
-from test_cuda import graph, kernels, on_gpu, one
+from test_cuda import HOPPER, graph, kernels, on_gpu, one
 
 import rlx
+from rlx.backends.cuda.backend import target
 from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.direct import DirectLaunch
 from rlx.backends.cuda.scatter import ScatterLaunch
 from rlx.backends.cuda.schedule import Launch
 from rlx.backends.cuda.sorts import SortLaunch
+from rlx.backends.cuda.tensor import TensorLaunch
 from rlx.backends.cuda.warps import WarpLaunch
+from rlx.compiler import lower
+from rlx.compiler.compilation import Compilation
+from rlx.compiler.pipeline import run_passes
 from rlx.ir.evaluate import evaluate
 from rlx.ir.overlap import may_overlap
 
@@ -79,6 +84,74 @@ def test_products_of_two_terms_are_loops():
     kernel = one(lambda g: g.input("x", (384, 256, 1), "f32") @ g.input("y", (384, 1, 300), "f32"))
     found = launch_of(kernel, "sm_90a")
     assert type(found) is Launch and found.vector == 4 and "for (rlx_index" not in text_of(found, "kernel").split("extern")[1]
+
+
+def odd_product(left, right, dtype="bf16", kind="param", turned=False):
+    def build(g):
+        w = (g.param if kind == "param" else g.input)("w", right, dtype)
+        return g.input("x", left, dtype) @ (rlx.transpose(w, (1, 0)) if turned else w)
+
+    return graph(build)
+
+
+ODD = {  # products whose rows are no multiples of 16 bytes: arguments of odd_product, copies in each run, and before runs
+    "both known and given": (((65, 1001), (1001, 205)), 1, 1),
+    "both given": (((65, 1001), (1001, 205), "f16", "input"), 2, 0),
+    "transposed": (((65, 1001), (205, 1001), "f16", "param", True), 1, 1),
+    "the right one alone": (((65, 1000), (1000, 205), "bf16", "input"), 1, 0),
+    "the left one alone": (((65, 1001), (1001, 208), "bf16", "input"), 1, 0),
+    "the right one known: its axes are exchanged": (((65, 1000), (1000, 205)), 0, 1),
+    "batches": (((3, 65, 501), (3, 501, 205), "bf16", "input"), 2, 0),
+    "neither": (((65, 1000), (1000, 208)), 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_rows_that_bulk_copies_do_not_take_are_copied(name):
+    args, each, before = ODD[name]
+    program = lower(odd_product(*args), HOPPER, rlx.CompileOptions())
+    *copies, product = (launch_of(s.kernel, "sm_90a") for s in program.steps)
+    assert isinstance(product, TensorLaunch) and not product.by_threads
+    assert (len(copies), len(program.prepare)) == (each, before)
+
+
+def integers(*values):
+    rng = np.random.default_rng(0)
+    return {str(v.name): rng.integers(-3, 4, v.shape.static).astype(v.dtype.numpy) for v in values}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_copied_rows_keep_the_product(name):
+    made = odd_product(*ODD[name][0])
+    given, passed = (integers(*made.inputs), integers(*made.params)), run_passes(made, Compilation(HOPPER, rlx.CompileOptions()))
+    np.testing.assert_array_equal(evaluate(passed, *given)[0][0], evaluate(made, *given)[0][0])
+
+
+def test_rows_are_not_copied_where_that_gains_nothing():
+    def copies(g, arch=HOPPER, **options):
+        program = lower(g, arch, rlx.CompileOptions(**options))
+        return [s for steps in program.phases.values() for s in steps if "pad" in s.kernel.origin]
+
+    given = (65, 1001), (1001, 205)
+    for left, right, dtype in (((15, 1001), (1001, 4001), "bf16"), ((33, 65), (65, 205), "bf16"), (*given, "f32")):
+        assert not copies(odd_product(left, right, dtype))
+    assert not copies(odd_product(*given), target("sm_80"))
+    state = odd_product(*given)
+    state.assign(total := state.handle(rlx.BufferHandle("total", (4,), rlx.f32)), total + 1)
+    assert not copies(state), "programs of fewer rows read the weights as they lie"
+    state = odd_product(*given, kind="input")
+    state.assign(total := state.handle(rlx.BufferHandle("total", (4,), rlx.f32)), total + 1)
+    assert len(copies(state)) == 2
+
+
+@on_gpu
+@pytest.mark.parametrize("name", ODD)
+def test_products_of_copied_rows_are_right(name):
+    made = odd_product(*ODD[name][0])
+    given, params = integers(*made.inputs), integers(*made.params)
+    compiled = rlx.Session("cuda").compile(made)
+    compiled.set_params(params)
+    np.testing.assert_array_equal(compiled.run(given)[0], evaluate(made, given, params)[0][0])
 
 
 CONVOLUTIONS = {  # dims of the image and the weights, channels last, dtype, strides; then channels, places and shares of a thread

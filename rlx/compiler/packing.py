@@ -1,4 +1,5 @@
-"""Weight packing: right operands that are known before a run are stored in the tiled layout that their kernel reads.
+"""Weight packing: right operands that are known before a run are stored in the tiled layout that their kernel reads. Operands of
+either side are stored in rows of whole multiples of some elements, if the target reads only such rows fast.
 
 A table used both for row look-ups and for a matrix product (tied embeddings) would be stored twice. If look-ups are its only
 other readers, they read the packed table too, and the plain table is not kept.
@@ -11,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from rlx.compiler.compilation import Compilation
 from rlx.ir.graph import PARAM, Graph, Node, Value, keep
 from rlx.ir.op import OPS, Contraction, Kind, Reduction
-from rlx.ir.ops import pack, quant_rows, transpose
+from rlx.ir.ops import pack, pad, quant_rows, slice, transpose
 from rlx.ir.ops.pack import group_panels, panels
 from rlx.ir.ops.rules import axis_of
 from rlx.ir.ops.view import transposed_axes
@@ -31,13 +32,32 @@ def packing(graph: Graph, compilation: Compilation) -> Graph:
 
     packs = {node: shared(packed, node.inputs[1]) for node, packed in packs.items()}
     instead = _look_ups(graph, packs)
+    multiples = {node: _row_multiple(node, graph, compilation) for node in graph.nodes() if node not in packs}
+
+    def in_rows(value: Value, multiple: int) -> Value:
+        """A view of a copy whose rows in memory are whole multiples; the value itself if its own are."""
+        if value.node.op is OPS["transpose"]:
+            return keep(value.node, (in_rows(value.node.inputs[0], multiple),))[0]
+        first, (*outer, last) = (0,) * value.rank, value.shape.static
+        if last % multiple and (copy := made.get((multiple, value))) is None:
+            wide = pad(value, low=first, high=(*(0 for _ in outer), -last % multiple))
+            copy = made[multiple, value] = slice(wide, starts=first, stops=(*outer, last), steps=(1,) * value.rank)  # type: ignore[assignment]
+        return copy if last % multiple else value
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         if node in packs:
             return keep(node, (inputs[0], shared(packs[node], inputs[1]), *inputs[2:]))
+        if multiples.get(node, 1) > 1:
+            return keep(node, (*(in_rows(x, multiples[node]) for x in inputs[:2]), *inputs[2:]))
         return instead[node](inputs) if node in instead else keep(node, inputs)
 
-    return graph.rebuild(new) if packs else graph
+    return graph.rebuild(new) if packs or max(multiples.values(), default=1) > 1 else graph
+
+
+def _row_multiple(node: Node, graph: Graph, compilation: Compilation) -> int:
+    if node.op.kind is not Kind.CONTRACT or compilation.is_static(node):
+        return 1
+    return compilation.target.row_multiple(node, graph, compilation.options)
 
 
 def _packed(node: Node, graph: Graph, compilation: Compilation) -> Value | None:

@@ -108,8 +108,7 @@ def busy_points(kernel: Kernel, segments: Segments | None) -> int:
 @record
 class Launch:
     """`kernel`: with vector loops moved into the grid. `team` and `threads` of a block; a block has threads // team points.
-    `vector`: consecutive points of the last axis for each thread, the last thread has those that are left; `repeats`: such vectors,
-    or points, a block apart.
+    `vector`: adjacent points of each thread, of which the last may have fewer; `repeats`: such vectors, or points, a block apart.
     `row`: the part of a row that a thread keeps in registers.
     `lanes`: 32 if the threads of a team are in different warps; the lanes of a warp then run adjacent points, a team each.
     `scratch`: bytes of global memory that each block needs, as for Locals that are not in shared memory (`shared` bytes).
@@ -419,10 +418,9 @@ def _vector(kernel: Kernel) -> int:
     if not kernel.grid or any(x.var is kernel.grid[-1][0] for x in kernel.limits):
         return 1
     (var, extent), points = kernel.grid[-1], math.prod(n for _, n in kernel.grid)
-    extent = 0 if points == extent else extent  # any vector divides 0: an axis without others may end within one
     moves = not any(isinstance(e, Alu) and e.dtype.is_float for e in walk(kernel.body))
-    # a thread that waits for the place of its rows, and then for them, moves twice as much
-    size = width(kernel.body, (), var, extent, 2 if moves and _at_position(kernel) else 1)
+    # an axis without others may end within a vector; a thread that waits for the place of its rows, and then for them, moves more
+    size = width(kernel.body, (), var, 0 if extent == points else extent, 2 if moves and _at_position(kernel) else 1)
     stored = max(1, sum(isinstance(s, Store) for s in kernel.body))  # elements of a point
     while size > 1 and points * stored // size < (MOVING_THREADS if moves else BUSY_THREADS):
         size //= 2

@@ -1,5 +1,5 @@
-"""Right operands of products, transposed in memory: tensor cores take numbers of 8 and of 32 bits along the summed axis only,
-and bulk copies take rows of whole multiples of 16 bytes."""
+"""Operands of products in the memory layout that bulk copies and tensor cores take: rows of whole multiples of 16 bytes, and
+numbers of 8 and of 32 bits along the summed axis only."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 from rlx.backends.cuda import fma
 from rlx.backends.shared.packed import is_known
-from rlx.ir.dtype import f32
+from rlx.ir.dtype import bf16, f16, f32
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.ops import pack
 
 LEAST = 16  # rows and columns of products on tensor cores
+ROW = 8  # elements of 16 bits
+LARGE = 1 << 23  # multiply-adds, from which on copies of both operands take less time than loads by threads
 MANY = 1 << 32  # multiply-adds, from which on a kernel that exchanges axes in each run takes less than it saves
 
 
@@ -20,7 +22,7 @@ def packs(arch: str, node: Node, graph: Graph, options: Any) -> Value | None:
     """The right operand [..., k, n] as [..., n, k] in memory. None: it is so, or tensor cores and bulk copies take it as it
     lies; or it is known before runs, and programs of fewer rows share it, which read the other order."""
     (left, right), (*_, depth, n) = node.inputs, (0, 0, *node.inputs[1].shape.static)
-    item, m = right.dtype.itemsize, math.prod(left.shape.static[:-1] if right.rank == 2 else left.shape.static[-2:-1])
+    item, m = right.dtype.itemsize, _rows(left, right)
     narrow = item == 1 or (item == 2 and n % 8) or (options.precision == "tf32" and right.dtype == f32)
     fits = arch == "sm_90a" and min(m, n, depth) >= LEAST and depth * item % 16 == 0 and left.dtype.itemsize == item
     worth = not graph.handles if is_known(right) else m * right.shape.num_elements >= MANY
@@ -30,4 +32,22 @@ def packs(arch: str, node: Node, graph: Graph, options: Any) -> Value | None:
     return pack(right, layout=tuple((axis, 1) for axis in axes))  # type: ignore[return-value]
 
 
-__all__ = ["packs"]
+def row_multiple(arch: str, node: Node, graph: Graph, options: Any) -> int:
+    """Target.row_multiple: of products on tensor cores whose operands threads would have to load. Not where programs of fewer
+    rows, which read the weights as they lie, share them."""
+    if arch != "sm_90a" or node.op.name != "matmul" or graph.extent is not None:
+        return 1
+    (left, right), size = node.inputs, node.shapes[0].num_elements * node.inputs[0].shape.static[-1]
+    if right.rank < 2 or left.dtype not in (f16, bf16) or right.dtype != left.dtype or size < LARGE:
+        return 1
+    stored = right.shape.static[-2 if right.node.op.name == "transpose" else -1]
+    shared = stored % ROW and graph.handles and is_known(right)
+    return 1 if shared or min(_rows(left, right), *right.shape.static[-2:]) < LEAST else ROW
+
+
+def _rows(left: Value, right: Value) -> int:
+    """Of one product."""
+    return math.prod(left.shape.static[:-1] if right.rank == 2 else left.shape.static[-2:-1])
+
+
+__all__ = ["packs", "row_multiple"]
