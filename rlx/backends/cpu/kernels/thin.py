@@ -27,12 +27,23 @@ def split(node: Node) -> Value | None:
     few = columns == 1 or (columns <= FEW and depth >= LONG and _in_line(a, c.a_sum))
     if 0 < columns <= SEVERAL and _rows_in_lanes(a, c, READS // columns):
         return _by_row(node, c)
-    if depth == 1 or (few and adjacent(a, c.a_sum)):
+    if depth == 1:
+        return _of_one_term(node, c)
+    if few and adjacent(a, c.a_sum):
         return _by_element(node, c)
     if columns <= NARROW and rows >= WIDE and adjacent(a, c.a_rows) and _in_line(a, c.a_sum):
         return _transposed(node, c)
     given = seen(b)[0].node.op in (INPUT, HANDLE)  # weights are packed
     return _by_element(node, c) if rows == 1 and given and adjacent(b, c.b_sum) else None
+
+
+def _of_one_term(node: Node, c: Contraction) -> Value:
+    """a[batch, rows, 1] * b[batch, 1, columns]."""
+    (a, b), out = node.inputs, node.shapes[0]
+    rows, columns = (tuple(v.dims[i] for i in axes) for v, axes in ((a, c.a_rows), (b, c.b_columns)))
+    left = _ordered(a, c.a_batch, c.a_rows + c.a_sum, (*rows, *[1] * len(columns)))
+    right = _ordered(b, c.b_batch, c.b_columns + c.b_sum, (*[1] * len(rows), *columns))
+    return (left.astype(out.dtype) * right.astype(out.dtype)).reshape(out.dims)
 
 
 def _by_element(node: Node, c: Contraction) -> Value:
