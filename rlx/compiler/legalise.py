@@ -6,7 +6,7 @@ After these passes every shape is static, the target supports every dtype, and e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rlx.compiler.compilation import Compilation, Decompositions
@@ -112,11 +112,13 @@ def legalise(graph: Graph, compilation: Compilation) -> Graph:
 
 def expand(node: Node, new: NewNode, made: Any = None, seen: Decompositions | None = None) -> tuple[Value, ...]:
     """Results of a composite's decomposition, or of its replacement `made`, with every node passed through `new` as in
-    Graph.rebuild. `seen`: decompositions of earlier nodes, to be used again and added to.
+    Graph.rebuild. `made` may read values that the operands are made of one by one. `seen`: decompositions of earlier nodes, to be
+    used again and added to.
 
     The nodes get the source line of the composite; the node of its result gets its name.
     """
-    given, made = _decomposed(node, seen) if made is None else (node.inputs, made)
+    operands = node.inputs if made is None else tuple(dict.fromkeys(_chains(node.inputs)))
+    given, made = _decomposed(node, seen) if made is None else (operands, made)
     results = made if isinstance(made, tuple) else (made,)
     found = tuple([v.shape for v in results])
     assert found == node.shapes, f"{node.op.name} is {node.shapes}, its decomposition gives {found}"
@@ -128,7 +130,15 @@ def expand(node: Node, new: NewNode, made: Any = None, seen: Decompositions | No
             inner = Node(inner.op, inner.inputs, inner.attrs, inner.shapes, name, node.source)
         return new(inner, inputs)
 
-    return between(given, results, labelled, node.inputs)
+    return between(given, results, labelled, operands)
+
+
+def _chains(values: Iterable[Value]) -> Iterator[Value]:
+    """The values, and those that each is made of by ops of one operand."""
+    for v in values:
+        yield v
+        while len(v.node.inputs) == 1:
+            yield (v := v.node.inputs[0])
 
 
 def expand_through(node: Node, follow: Callable[[Node], object]) -> tuple[Value, ...]:

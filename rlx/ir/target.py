@@ -51,7 +51,7 @@ def _unpacked(dtype: str, columns: int = 0) -> tuple[int, int]:
     return 0, 1
 
 
-def _any_row(node: Node, *unused: object) -> int:
+def _any_row(node: Node) -> int:
     return 1
 
 
@@ -67,8 +67,8 @@ class Target:
     the whole node, else the reason why not; other ops are decomposed or lowered to loops.
     `packs`: op name -> pack(node, its graph, options): the second operand of a contraction or of a claimed node in the form that
     its kernel reads; each run makes it, unless the operand is known before. None: as `panel` says.
-    `row_multiple(node, its graph, options)`: rows of a contraction's operands should be whole multiples of so many elements;
-    others are copied into such rows, before runs if they are known then. 1: any rows.
+    `row_multiple(node)`: rows of a contraction's operands should be whole multiples of so many elements apart; others are copied
+    into such rows, before runs if they are known then. 1: any rows.
     `splits`: op name -> split(node): a node, claimed if the op can be, as smaller ops with more parallelism or
     less traffic; or None.
     `followed`: claimed ops whose kernel supports an epilogue (pointwise ops on its result; products: on finished rows too);
@@ -115,7 +115,7 @@ class Target:
     status_late: bool = False  # each step reports a failed check by itself, and a run ends before any report is read
     natives: Mapping[str, Callable[[Node], str | None]] = field(default_factory=dict, compare=False)
     packs: Mapping[str, Callable[..., Value | None]] = field(default_factory=dict, compare=False)
-    row_multiple: Callable[..., int] = field(default=_any_row, compare=False)
+    row_multiple: Callable[[Node], int] = field(default=_any_row, compare=False)
     splits: Mapping[str, Callable[[Node], Value | tuple[Value, ...] | None]] = field(default_factory=dict, compare=False)
     levels: bool = False
     control: bool = False

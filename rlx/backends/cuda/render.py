@@ -155,7 +155,7 @@ class CudaWriter(Writer):
         size, first = self.launch.vector, f"{self.names[var]}_0"
         if extent % size == 0:
             return self.in_vectors(stmts, (), var, size, first)
-        with self.scope([f"if ({first} + {size} <= {extent}) {{"]):
+        with self.scope([f"if ({first} <= {extent - size}) {{"]):
             self.in_vectors(stmts, (), var, size, first)
         self.names[var] = name = self.fresh("i")
         with self.scope([f"else for (rlx_index {name} = {first}; {name} < {extent}; {name}++) {{"]):

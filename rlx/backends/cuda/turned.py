@@ -32,17 +32,15 @@ def packs(arch: str, node: Node, graph: Graph, options: Any) -> Value | None:
     return pack(right, layout=tuple((axis, 1) for axis in axes))  # type: ignore[return-value]
 
 
-def row_multiple(arch: str, node: Node, graph: Graph, options: Any) -> int:
-    """Target.row_multiple: of products on tensor cores whose operands threads would have to load. Not where programs of fewer
-    rows, which read the weights as they lie, share them."""
-    if arch != "sm_90a" or node.op.name != "matmul" or graph.extent is not None:
+def row_multiple(arch: str, node: Node) -> int:
+    """Target.row_multiple: of products on tensor cores whose operands threads would have to load."""
+    if arch != "sm_90a" or node.op.name != "matmul":
         return 1
     (left, right), size = node.inputs, node.shapes[0].num_elements * node.inputs[0].shape.static[-1]
-    if right.rank < 2 or left.dtype not in (f16, bf16) or right.dtype != left.dtype or size < LARGE:
+    narrow = left.dtype in (f16, bf16) and right.dtype == left.dtype
+    if right.rank < 2 or not narrow or size < LARGE or min(_rows(left, right), *right.shape.static[-2:]) < LEAST:
         return 1
-    stored = right.shape.static[-2 if right.node.op.name == "transpose" else -1]
-    shared = stored % ROW and graph.handles and is_known(right)
-    return 1 if shared or min(_rows(left, right), *right.shape.static[-2:]) < LEAST else ROW
+    return ROW
 
 
 def _rows(left: Value, right: Value) -> int:

@@ -40,7 +40,7 @@ def _expm1(attrs: object, x: Value) -> Value:
     """tanh(x / 2) (exp(x) + 1). In f64, where log takes less time than tanh, W. Kahan's exp(x) - 1 over its rounding error."""
     u = exp(x)
     if x.dtype.itemsize < 8:
-        return tanh(x * 0.5) * (u + 1.0)
+        return where(equal(u, 1.0), x, tanh(x * 0.5) * (u + 1.0))
     d = u - 1.0
     return where(equal(u, 1.0), x, where(equal(d, -1.0), d, where(equal(u, math.inf), u, d * (x / log(u)))))
 

@@ -6,16 +6,20 @@ operand are adjacent, the transposed product: its columns are these rows.
 
 from __future__ import annotations
 
-from math import prod
+from math import gcd, prod
 
-from rlx.ir.graph import HANDLE, INPUT, Node, Value
+from rlx.ir.dtype import bf16
+from rlx.ir.graph import HANDLE, INPUT, Node, Value, keep
 from rlx.ir.layout import Layout, is_line, one_stride
-from rlx.ir.op import Contraction, Kind
-from rlx.ir.ops import broadcast_to, copy, sum
-from rlx.ir.shape import contiguous_strides
+from rlx.ir.op import OPS, Contraction, Kind
+from rlx.ir.ops import broadcast_to, copy, pad, slice, sum, transpose
+from rlx.ir.ops.view import transposed_axes
+from rlx.ir.shape import Shape, contiguous_strides
 
 FEW, LONG = 4, 64  # columns for each of which rows are read again, if these are single runs of so many elements
 SEVERAL, READS = 4, 8  # columns for each of which windows are summed along lines of an image; columns times the lanes' distance
+MANY_PLANES, MOST_PLANES = 32, 1536  # of an image whose lines are summed: more than a set of the cache has; bytes of a position
+PAGE = 4096  # bytes of a line of all sets of the first-level cache
 NARROW, WIDE = 8, 64  # at most columns, at least rows of a product that is transposed
 
 
@@ -25,8 +29,8 @@ def split(node: Node) -> Value | None:
     c: Contraction = node.op.contract(node.attrs, a.shape, b.shape)  # type: ignore[misc]
     rows, columns, depth = _size(a, c.a_rows), _size(b, c.b_columns), _size(a, c.a_sum)
     few = columns == 1 or (columns <= FEW and depth >= LONG and _in_line(a, c.a_sum))
-    if 0 < columns <= SEVERAL and _rows_in_lanes(a, c, READS // columns):
-        return _by_row(node, c)
+    if 0 < columns <= SEVERAL and (lines := _in_lines(a, c, columns)) is not None:
+        return _by_row(lines, b, node.shapes[0], c)
     if depth == 1:
         return _of_one_term(node, c)
     if few and adjacent(a, c.a_sum):
@@ -58,9 +62,8 @@ def _by_element(node: Node, c: Contraction) -> Value:
     return made.reshape(out.dims).astype(out.dtype)  # type: ignore[union-attr]
 
 
-def _by_row(node: Node, c: Contraction) -> Value:
+def _by_row(a: Value, b: Value, out: Shape, c: Contraction) -> Value:
     """The sum of a[batch, 1, rows, depth] * b[batch, columns, 1, depth], transposed: vectors of rows, column by column."""
-    (a, b), out = node.inputs, node.shapes[0]
     rows, columns, depth = (tuple(v.dims[i] for i in axes) for v, axes in ((a, c.a_rows), (b, c.b_columns), (a, c.a_sum)))
     lead, last = len(c.a_batch), tuple(range(-len(depth), 0))
     left = _ordered(a, c.a_batch, c.a_rows + c.a_sum, (*[1] * len(columns), *rows, *depth))
@@ -72,6 +75,48 @@ def _by_row(node: Node, c: Contraction) -> Value:
     behind = range(lead + len(columns), lead + len(columns) + len(rows))
     made = made.transpose(*range(lead), *behind, *range(lead, lead + len(columns)))  # type: ignore[union-attr]
     return made.reshape(out.dims).astype(out.dtype)
+
+
+def _in_lines(a: Value, c: Contraction, columns: int) -> Value | None:
+    """`a` where lines of an image are fast to sum for so many columns; None: nowhere, or tiles of channels last are faster."""
+    first = _padded_first(a) if a.dtype.is_float else a
+    if not _rows_in_lanes(first, c, READS // columns):
+        return None
+    (base, layout), item = seen(first), a.dtype.itemsize
+    stride, planes = max((layout.strides[i], first.shape.static[i]) for i in c.a_sum)
+    pairs = first is not a and a.dtype == bf16  # which tiles add up, of a copy with channels last
+    if columns * planes * item > MOST_PLANES or columns > (SEVERAL // 2 if pairs else SEVERAL):
+        return None
+    apart = planes >= MANY_PLANES and _meet(stride * item) and stride in contiguous_strides(base.shape.static)[:-1]
+    return _apart(first, stride) if apart else first
+
+
+def _padded_first(x: Value) -> Value:
+    """`x`, a view of a padded transpose, as a view of the padded operand, whose axes are in the order of memory."""
+    node = x.node
+    if node.op is OPS["pad"] and (inner := node.inputs[0].node).op is OPS["transpose"]:
+        axes, attrs = transposed_axes(inner), node.attrs
+        low, high = (tuple(given[axes.index(i)] for i in range(x.rank)) for given in (attrs.low, attrs.high))  # type: ignore[union-attr]
+        return transpose(pad(inner.inputs[0], low=low, high=high, value=attrs.value), axes=axes)  # type: ignore[union-attr, return-value]
+    return keep(node, (_padded_first(node.inputs[0]),))[0] if node.op.kind is Kind.VIEW and len(node.inputs) == 1 else x
+
+
+def _meet(stride: int) -> bool:
+    """Whether planes so many bytes apart share a few sets of the first-level cache."""
+    return gcd(stride, PAGE) >= PAGE // 4
+
+
+def _apart(x: Value, stride: int) -> Value:
+    """`x`, a view, as a view of a copy with a few rows more in each plane, so that planes do not share sets of the cache."""
+    node = x.node
+    if node.op.kind is Kind.VIEW and len(node.inputs) == 1:
+        return keep(node, (_apart(node.inputs[0], stride),))[0]
+    axis = contiguous_strides(x.shape.static).index(stride) + 1
+    step, item = contiguous_strides(x.shape.static)[axis], x.dtype.itemsize
+    more = min(range(1, 9), key=lambda n: (_meet((stride + n * step) * item), n))
+    none = (0,) * x.rank
+    copied = pad(x, low=none, high=tuple(more * (i == axis) for i in range(x.rank)))
+    return slice(copied, starts=none, stops=x.shape.static, steps=(1,) * x.rank)  # type: ignore[return-value]
 
 
 def _rows_in_lanes(a: Value, c: Contraction, most: int) -> bool:
