@@ -37,6 +37,7 @@ MAPPED = {  # kernels whose shapes once had a few threads: expression, dims of i
     "few short rows": (lambda x: rlx.softmax(x), [(100, 29)], (32, 1, 1, 1)),
     "odd rows": (lambda x, y: x + y, [(19_241, 129), (129,)], (1, 1, 1, 4)),
     "a small odd count": (lambda x: rlx.gelu(x), [(19_441,)], (1, 1, 1, 1)),
+    "few long products": (lambda x, y: x @ y.T, [(3, 19_868), (5, 19_868)], (256, 1, 5, 1)),
     "products of few columns": (lambda x, y: x @ y, [(27_876, 416), (416, 3)], (32, 1, 1, 1)),
     "columns by few": (lambda x, y: x.T @ y, [(512, 12_544), (512, 3)], (4, 32, 1, 1)),
 }

@@ -21,6 +21,7 @@ from rlx.records import record
 DEPTH = 32  # products per element between barriers
 FEW_COLUMNS, FEW_OTHER = 4, 8  # with so few, most of a tile would be empty: of f32, whose tiles are fast, and of other dtypes
 FEW_PRODUCTS = 2  # of a sum
+FEW_SUMS, LONG = 64, 4096  # elements of the result, and products of each, for which blocks of a tile would be too few
 
 
 @record
@@ -40,13 +41,15 @@ def has_tiles(kernel: Kernel) -> bool:
 
 def in_sums(kernel: Kernel) -> Kernel | None:
     """The kernel with a sum for each element in place of tiles: it has few columns, and a left operand whose rows or columns are
-    adjacent in memory; or a sum has next to no products. None: tiles are better."""
+    adjacent in memory; few elements, and long rows of both operands; or a sum has next to no products. None: tiles are better."""
     found = next((s for s in kernel.body if isinstance(s, Contract)), None)
     if found is None or not has_tiles(kernel) or found.count is not None or 0 in (found.m, found.n, found.k):
         return None
-    assert isinstance(found.a, Operand)
+    assert isinstance(found.a, Operand) and isinstance(found.b, Operand)
+    points = found.m * found.n * math.prod(n for _, n in kernel.grid)
+    long = points <= FEW_SUMS and found.k >= LONG and found.a.col_stride == found.b.row_stride == 1
     few = FEW_COLUMNS if all(o.dtype == f32 for o in (found.a, found.b)) else FEW_OTHER  # type: ignore[union-attr]
-    if found.k > FEW_PRODUCTS and (found.n > few or 1 not in (found.a.col_stride, found.a.row_stride)):
+    if found.k > FEW_PRODUCTS and not long and (found.n > few or 1 not in (found.a.col_stride, found.a.row_stride)):
         return None
     made = without_contract(kernel)
     if found.k == 1:
