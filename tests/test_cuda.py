@@ -100,6 +100,13 @@ def product(m: int, n: int, depth: int, dtype: str = "bf16") -> Kernel:
     return one(lambda g: g.input("x", (m, depth), dtype) @ rlx.transpose(g.input("y", (n, depth), dtype), (1, 0)))
 
 
+def unaligned(m: int, n: int, depth: int) -> Kernel:
+    """A product whose operands lie in rows that bulk copies cannot take, as where another program shares the weights."""
+    made = graph(lambda g: g.input("x", (m, depth), "bf16") @ rlx.transpose(g.input("y", (n, depth), "bf16"), (1, 0)))
+    (step,) = lower(made, replace(HOPPER, row_multiple=lambda node: 1), rlx.CompileOptions()).steps
+    return step.kernel
+
+
 # one of each kind, the widest, and some whose columns are no chunks
 KINDS_OF_TILINGS = {(t.rows, t.turns, t.parts, t.queued, t.swapped): t for t in TILINGS}
 SOME_TILINGS = [t for t in KINDS_OF_TILINGS.values() if t.parts <= 2 or not (t.swapped or t.rows == 256)]
@@ -121,7 +128,7 @@ def test_tilings_fill_the_gpu():
     assert few and few.blocks >= 100
     large = on_tensor_cores(product(8192, 8192, 8192))
     assert large and large.blocks == 132 and large.tiling.columns >= 128
-    odd = on_tensor_cores(product(1001, 1005, 1003))  # strides that bulk copies cannot take
+    odd = on_tensor_cores(unaligned(1001, 1005, 1003))
     assert odd and odd.by_threads and odd.copying == 2 and odd.tiling.parts == 2
 
 
@@ -154,7 +161,7 @@ def test_only_weights_are_copied_before_the_kernel_in_front_ends():
     found = on_tensor_cores(product(512, 1024, 2048))
     assert found and found.early == 1 and arguments_of(found)[-1] == "early"
     assert "if (early && threadIdx.x == 0)" in text_of(found, "kernel")
-    odd = on_tensor_cores(product(1001, 1005, 1003))
+    odd = on_tensor_cores(unaligned(1001, 1005, 1003))
     assert odd and odd.early is None and "early" not in text_of(odd, "kernel")
 
 

@@ -236,3 +236,15 @@ def test_merged_parts_of_long_rows_keep_the_order_of_equal_ones(dims, dtype):
     g = rlx.Graph("g")
     g.set_outputs([rlx.argsort(g.input("x", dims, dtype))])
     np.testing.assert_array_equal(rlx.Session("cuda").compile(g).run({"x": x})[0], np.argsort(x, axis=-1, kind="stable"))
+
+
+def test_long_computations_are_compared_without_repeating_them():
+    """Each step reads the one before four times: a walk of all paths would not end."""
+
+    def deep(g):
+        x = g.input("x", (64, 96), "f32")
+        for _ in range(40):
+            x = rlx.where(x < 0.5, rlx.softplus(x) - x, x + x * 0.25)
+        return x
+
+    assert all("rlx_fetch" in text_of(launch_of(kernel, "sm_90a"), "kernel") for kernel in kernels(graph(deep)))

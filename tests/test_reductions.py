@@ -10,7 +10,12 @@ import pytest
 from devices import TWO
 
 import rlx
+from rlx.compiler.compilation import Compilation
+from rlx.compiler.pipeline import run_passes
+from rlx.compiler.reductions import _parts
+from rlx.ir import DTYPES, Target
 from rlx.ir import kernel as K
+from rlx.ir.evaluate import evaluate
 from rlx.ir.kernel_text import print_kernel
 
 CASES = [
@@ -155,3 +160,24 @@ def test_of_two_zeros_the_same_operand_is_taken_at_every_position(dtype: str) ->
         for found in rlx.compile(g, threads=1)(zeros[:n], others[:n]):
             negative = np.signbit(found.astype(np.float64))
             assert not found.any() and all((negative[at::2] == negative[at]).all() for at in range(min(n, 2)))
+
+
+@pytest.mark.parametrize("dims, axes", [((1024, 8, 1, 8), (0, 2, 3)), ((8, 8, 8, 7), (0, 1, 3)), ((6, 3, 512, 5, 9), (0, 2, 4))])
+def test_short_rows_come_last_where_results_are_few_for_many_threads(dims: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    """A thread of a GPU for each result would sum all of its elements."""
+    g = rlx.Graph("few")
+    g.set_outputs([rlx.sum(g.input("x", dims, "i32"), axis=axes)])
+    many, few = (Target("any", frozenset(DTYPES), threads=n, points_per_thread=64 / n) for n in (1 << 18, 2))
+    passed = run_passes(g, Compilation(many, rlx.CompileOptions()))
+    x = np.random.default_rng(0).integers(-9, 9, dims, np.int32)
+    np.testing.assert_array_equal(evaluate(passed, {"x": x})[0][0], x.sum(axes, np.int32))
+    found = [n.attrs.axis for n in passed.nodes() if n.op.name == "sum"]  # type: ignore[union-attr]
+    assert len(found) >= 2 and all(len(axis) == 1 for axis in found)
+    (whole,) = [n for n in run_passes(g, Compilation(few, rlx.CompileOptions())).nodes() if n.op.name == "sum"]
+    assert len(whole.attrs.axis) > 1  # type: ignore[union-attr]
+
+
+def test_parts_begin_where_vectors_do() -> None:
+    target = Target("any", frozenset(DTYPES), threads=1 << 18, points_per_thread=99 / (1 << 18), point_elements=4096)
+    assert _parts((117 * 111924,), 0, target) == 117  # and not 108, of which each part has an odd number of elements
+    assert _parts((1 << 20,), 0, target) == 128

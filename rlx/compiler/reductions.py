@@ -18,7 +18,9 @@ from rlx.ir.op import OPS, Kind
 from rlx.ir.target import Target
 
 LEAST_PARTS = 8  # a reduction with work for fewer is not divided: the second step would take as long
+VECTOR = 8  # elements, of 16 bits, of a vector that every target has
 MOST_PARTS = 32  # times as many as are wanted, where an axis has few divisors
+FEW_RESULTS = 16  # threads for each: with more, a thread sums all elements of one
 KEPT = 8  # times the elements that all points read: no kernel keeps a longer row, to read it again
 
 
@@ -85,20 +87,22 @@ def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target, a
     todo = [i for i, (reduced, _) in enumerate(runs) if reduced]
     if not todo and 0 not in dims:  # each result is one element
         return _as(_reshaped(source, result.static, alone), result.dtype)
-    # rows of less than a cache line of f32 get no reduction of their own
-    if 0 in dims or (len(todo) > 1 and todo[-1] == len(runs) - 1 and runs[-1][1] < target.line_bytes // 4):
+    # rows of less than a cache line of f32 get no reduction of their own; where results are few for many threads, they come last
+    short = len(todo) > 1 and todo[-1] == len(runs) - 1 and runs[-1][1] < target.line_bytes // 4
+    if 0 in dims or (short and FEW_RESULTS * math.prod(d for reduced, d in runs if not reduced) >= target.threads):
         return None
     sizes, last = [d for _, d in runs], todo[-1]
     kept = sizes[last] <= KEPT * target.points * target.point_elements
     near = sizes[last] * source.dtype.compute.itemsize <= target.column_bytes
     read_again = not only_reader and (near or (last == len(runs) - 1 and kept))
-    parts = 1 if read_again else _parts(sizes, last, target)
+    parts = 1 if read_again or short else _parts(sizes, last, target)
     if len(axes) == parts == 1 or (apart and len(todo) == parts == 1):
         return None
     value = _reshaped(source, _divided(sizes, last, parts), alone)
     value = _as(value, source.dtype.compute)
-    for i in reversed(todo):  # from the back, so that earlier axes keep their numbers
-        if i != last and (parts := _parts(value.shape.static, i, target)) > 1:  # type: ignore[union-attr]
+    for gone, i in enumerate(todo if short else reversed(todo)):  # from the back, earlier axes keep their numbers
+        i -= gone * short
+        if (short or i != last) and (parts := _parts(value.shape.static, i, target)) > 1:  # type: ignore[union-attr]
             value = apply(OPS["reshape"], (value,), {"dims": _divided(value.shape.static, i, parts)})  # type: ignore[union-attr]
         for axis in (i + 1, i) if parts > 1 else (i,):
             value = apply(node.op, (value,), {"axis": (axis,)})
@@ -117,7 +121,9 @@ def _parts(dims: Sequence[int], axis: int, target: Target) -> int:
         return 1
     wanted = -(-target.points // (outer * -(-inner // target.run_columns)))
     least = min(wanted, most)
-    return next((n for n in range(least, min(MOST_PARTS * wanted, most) + 1) if dims[axis] % n == 0), 1) if least > 1 else 1
+    fits = (n for n in range(max(2, least), min(MOST_PARTS * wanted, most) + 1) if dims[axis] % n == 0)
+    # parts that begin where a vector does, then as few as possible
+    return min(fits, key=lambda n: (-math.gcd(dims[axis] // n * inner, VECTOR), n), default=1) if least > 1 else 1
 
 
 def _divided(dims: Sequence[int], axis: int, parts: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ Statements: Let, Store, Loop, Sort, Contract, Native, Check. Loads outside a buf
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field, fields, is_dataclass
 from functools import cache, wraps
 from typing import Any, TypeVar
@@ -447,24 +447,33 @@ def linear(terms: Iterable[tuple[Expr, int]], offset: int = 0) -> Expr:
     return out
 
 
-def coefficient(e: Expr, var: Var) -> int | None:
-    """Stride of `e` in `var`: the difference for var + 1, if it is a constant int, else None. 0: independent of var."""
+def coefficient(e: Expr, var: Var, known: dict[int, int | None] | None = None) -> int | None:
+    """Stride of `e` in `var`: the difference for var + 1, if it is a constant int, else None. 0: independent of var. `known`: of
+    the operations that this call has met, which several others may have as operands."""
     if e is var:
         return 1
     if isinstance(e, (Const, Var)):
         return 0
-    if isinstance(e, Alu):
-        parts = [coefficient(a, var) for a in e.args]
-        if not any(parts) and None not in parts:
-            return 0
-        if e.op in ("add", "sub") and None not in parts:
-            return parts[0] + parts[1] if e.op == "add" else parts[0] - parts[1]  # type: ignore[operator]
-        if e.op == "mul" and None not in parts:
-            for part, other in zip(parts, reversed(e.args)):
-                if isinstance(other, Const):
-                    return part * int(other.value)  # type: ignore[operator]
-        return None
-    return 0 if coefficient(e.index, var) == 0 and (e.guard is None or coefficient(e.guard, var) == 0) else None
+    if not isinstance(e, Alu):
+        inside = [e.index] if e.guard is None else [e.index, e.guard]
+        return 0 if all(coefficient(x, var, known) == 0 for x in inside) else None
+    known = {} if known is None else known
+    if id(e) not in known:
+        known[id(e)] = _combined(e, [coefficient(a, var, known) for a in e.args])
+    return known[id(e)]
+
+
+def _combined(e: Alu, parts: Sequence[int | None]) -> int | None:
+    """The stride of an operation from those of its operands."""
+    if not any(parts) and None not in parts:
+        return 0
+    if e.op in ("add", "sub") and None not in parts:
+        return parts[0] + parts[1] if e.op == "add" else parts[0] - parts[1]  # type: ignore[operator]
+    if e.op == "mul" and None not in parts:
+        for part, other in zip(parts, reversed(e.args)):
+            if isinstance(other, Const):
+                return part * int(other.value)  # type: ignore[operator]
+    return None
 
 
 def walk(root: Any) -> Iterator[Any]:

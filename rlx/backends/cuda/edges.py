@@ -39,6 +39,8 @@ def _parts(s: Stmt, apart: bool) -> Sequence[Stmt] | None:
 def _edge(e: Alu, var: Var) -> tuple[int, ...]:
     """The first value of `var` from which on the comparison changes."""
     a, b = e.args
+    if not a.dtype.is_int:
+        return ()
     step = coefficient(a, var), coefficient(b, var)
     zero = [substitute(x, {var: const(0)}) for x in (a, b)]
     if sorted(map(str, step)) != ["0", "1"] or not all(isinstance(x, Const) for x in zero):

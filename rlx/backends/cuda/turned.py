@@ -15,6 +15,7 @@ from rlx.ir.ops import pack
 LEAST = 16  # rows and columns of products on tensor cores
 ROW = 8  # elements of 16 bits
 LARGE = 1 << 23  # multiply-adds, from which on copies of both operands take less time than loads by threads
+SHORT, FEW = 128, 1 << 17  # products of a sum, for fewer of which no more elements than that are copied in a run
 MANY = 1 << 32  # multiply-adds, from which on a kernel that exchanges axes in each run takes less than it saves
 
 
@@ -40,7 +41,8 @@ def row_multiple(arch: str, node: Node) -> int:
     narrow = left.dtype in (f16, bf16) and right.dtype == left.dtype
     if right.rank < 2 or not narrow or size < LARGE or min(_rows(left, right), *right.shape.static[-2:]) < LEAST:
         return 1
-    return ROW
+    copied = sum(v.shape.num_elements for v in (left, right) if not is_known(v))
+    return 1 if right.shape.static[-2] < SHORT and copied > FEW else ROW
 
 
 def _rows(left: Value, right: Value) -> int:
