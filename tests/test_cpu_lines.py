@@ -63,5 +63,34 @@ def test_no_windows_are_stored(name: str) -> None:
     assert bool(copies) == copied
 
 
+VIEWS = {  # of an input: dims of it, the view, dims of the weights; elements of the image that is copied
+    "axes that strides do not merge": ((32, 64, 32), lambda x: x.transpose(1, 0, 2).reshape(1, 64, 1024), (1, 64, 5), 1 << 16),
+    "an image made larger": (
+        (1, 32, 16, 16),
+        lambda x: rlx.broadcast_to(x.reshape(1, 32, 16, 1, 16, 1), (1, 32, 16, 2, 16, 2)).reshape(1, 32, 32, 32),
+        (3, 32, 3, 3), 1 << 15,
+    ),
+    "one of many images": ((64, 32, 32, 32), lambda x: x[5:6], (1, 32, 3, 3), 0),
+    "some channels of many": ((1, 512, 32, 32), lambda x: x[:, 32:64], (1, 32, 3, 3), 0),
+    "lines of one row": ((1, 64, 1, 1024), lambda x: x, (1, 64, 1, 5), 1 << 16),
+    "two rows of pages": ((1, 64, 2, 1024), lambda x: x, (1, 64, 2, 5), 1 << 17),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_of_images_are_copied_no_further_than_they_are_read(name: str) -> None:
+    dims, view, weights, image = VIEWS[name]
+    g, rng = rlx.Graph("view"), np.random.default_rng(0)
+    g.set_outputs([rlx.conv(view(g.input("x", dims, "f32") * 0.5), g.param("w", weights, "f32"))])
+    x, w = (rng.normal(size=d).astype(np.float32) for d in (dims, weights))
+    compiled = rlx.Session("cpu").compile(g)
+    compiled.set_param("w", w)
+    wanted = evaluate(g, {"x": x}, {"w": w})[0][0]
+    np.testing.assert_allclose(compiled.run({"x": x})[0], wanted, atol=2e-5 * np.abs(wanted).max())
+    program = lower(g, with_natives(host_target(1)), rlx.CompileOptions(threads=1))
+    copied = [program.buffers[a].shape.num_elements for s in program.steps if "pad" in s.kernel.origin for a in s.writes]
+    assert image <= sum(copied) <= 1.1 * image
+
+
 def test_planes_share_sets_of_the_cache_a_quarter_of_a_page_apart() -> None:
     assert [thin._meet(n) for n in (4096, 12288, 1024, 9216, 4096 + 256, 17424, 512)] == [True] * 4 + [False] * 3

@@ -6,9 +6,10 @@ operand are adjacent, the transposed product: its columns are these rows.
 
 from __future__ import annotations
 
+from builtins import sum as builtin_sum
 from math import gcd, prod
 
-from rlx.ir.dtype import bf16
+from rlx.ir.dtype import DType, bf16
 from rlx.ir.graph import HANDLE, INPUT, Node, Value, keep
 from rlx.ir.layout import Layout, is_line, one_stride
 from rlx.ir.op import OPS, Contraction, Kind
@@ -18,7 +19,7 @@ from rlx.ir.shape import Shape, contiguous_strides
 
 FEW, LONG = 4, 64  # columns for each of which rows are read again, if these are single runs of so many elements
 SEVERAL, READS = 4, 8  # columns for each of which windows are summed along lines of an image; columns times the lanes' distance
-MANY_PLANES, MOST_PLANES = 32, 1536  # of an image whose lines are summed: more than a set of the cache has; bytes of a position
+MANY_PLANES, SOME_PLANES = 32, 128  # of an image whose lines are summed: more than a set of the cache has; for many columns
 PAGE = 4096  # bytes of a line of all sets of the first-level cache
 NARROW, WIDE = 8, 64  # at most columns, at least rows of a product that is transposed
 
@@ -82,13 +83,25 @@ def _in_lines(a: Value, c: Contraction, columns: int) -> Value | None:
     first = _padded_first(a) if a.dtype.is_float else a
     if not _rows_in_lanes(first, c, READS // columns):
         return None
-    (base, layout), item = seen(first), a.dtype.itemsize
+    base, layout = seen(first)
     stride, planes = max((layout.strides[i], first.shape.static[i]) for i in c.a_sum)
-    pairs = first is not a and a.dtype == bf16  # which tiles add up, of a copy with channels last
-    if columns * planes * item > MOST_PLANES or columns > (SEVERAL // 2 if pairs else SEVERAL):
+    if not _pays(columns, planes, first is not a, a.dtype):
         return None
-    apart = planes >= MANY_PLANES and _meet(stride * item) and stride in contiguous_strides(base.shape.static)[:-1]
-    return _apart(first, stride) if apart else first
+    # a slice of a much larger value is read where it lies
+    span = [(n - 1) * s for n, s in zip(first.shape.static, layout.strides) if s < stride]
+    images = prod(n for n, s in zip(first.shape.static, layout.strides) if s > stride)
+    seldom = base.shape.num_elements > 2 * images * planes * (1 + builtin_sum(span))
+    many = planes >= MANY_PLANES and _meet(stride * a.dtype.itemsize)
+    return _apart(first, base, stride) if many and not seldom else first
+
+
+def _pays(columns: int, planes: int, padded: bool, dtype: DType) -> bool:
+    """Whether lines of so many planes take less time than tiles, from measurements on Zen 5."""
+    if padded and dtype == bf16:  # tiles add up pairs of a copy with channels last
+        return columns == 1 or (columns == 2 and planes <= SOME_PLANES)
+    if columns > (SEVERAL - 1 if padded else SEVERAL):
+        return False
+    return columns <= 2 or dtype.itemsize == 2 or planes * (columns - 2) ** 2 <= SOME_PLANES
 
 
 def _padded_first(x: Value) -> Value:
@@ -106,17 +119,21 @@ def _meet(stride: int) -> bool:
     return gcd(stride, PAGE) >= PAGE // 4
 
 
-def _apart(x: Value, stride: int) -> Value:
-    """`x`, a view, as a view of a copy with a few rows more in each plane, so that planes do not share sets of the cache."""
-    node = x.node
-    if node.op.kind is Kind.VIEW and len(node.inputs) == 1:
-        return keep(node, (_apart(node.inputs[0], stride),))[0]
-    axis = contiguous_strides(x.shape.static).index(stride) + 1
-    step, item = contiguous_strides(x.shape.static)[axis], x.dtype.itemsize
-    more = min(range(1, 9), key=lambda n: (_meet((stride + n * step) * item), n))
-    none = (0,) * x.rank
-    copied = pad(x, low=none, high=tuple(more * (i == axis) for i in range(x.rank)))
-    return slice(copied, starts=none, stops=x.shape.static, steps=(1,) * x.rank)  # type: ignore[return-value]
+def _apart(x: Value, base: Value, stride: int) -> Value:
+    """`x`, a view of `base`, as one of a copy whose planes are a little longer, so that they do not share sets of the cache;
+    `x` itself if a few rows or elements do not help."""
+    if x is not base:
+        inner = _apart(x.node.inputs[0], base, stride)
+        return keep(x.node, (inner,))[0]
+    dims, none = x.shape.static, (0,) * x.rank
+    strides = contiguous_strides(dims)
+    inside = [axis for axis, s in enumerate(strides) if s < stride and dims[axis] > 1]
+    longer = ((axis, n) for axis in inside for n in range(1, 9))
+    found = next((at for at in longer if not _meet(stride // dims[at[0]] * (dims[at[0]] + at[1]) * x.dtype.itemsize)), None)
+    if stride not in strides or found is None:
+        return x
+    copied = pad(x, low=none, high=tuple(found[1] * (axis == found[0]) for axis in range(x.rank)))
+    return slice(copied, starts=none, stops=dims, steps=(1,) * x.rank)  # type: ignore[return-value]
 
 
 def _rows_in_lanes(a: Value, c: Contraction, most: int) -> bool:
