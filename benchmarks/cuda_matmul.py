@@ -1,13 +1,14 @@
 """Products alone on an NVIDIA GPU: rlx beside cuBLAS (through torch) and torch.compile.
 
-    python benchmarks/cuda_matmul.py [--rounds 5] [--compile default|max-autotune|none] [--only alone gelu f32 encoders others]
+    python benchmarks/cuda_matmul.py [--rounds 5] [--compile default|max-autotune|none] [--only alone gelu f32 encoders odd]
 
 Each side is one CUDA graph of many runs, so that small products are not measured by their dispatch. Sides alternate; the time is
 the least of the rounds. Inputs are random, and results are compared with float64. A product with "gelu" adds a bias and applies
 gelu (tanh) before it is stored; torch.compile may fuse both. The right operand is a param, which
 no run changes: rlx copies its first tiles before the product in front has ended. "t": it is stored transposed. "encoders": those
-of MiniLM and BERT-base at 16 to 32,768 rows. "others": few and odd rows and columns, long and short sums. "tf32": both sides may
-round f32. Products of 8-bit floats give bf16, beside torch._scaled_mm without its fast sums.
+of MiniLM and BERT-base at 16 to 32,768 rows. "others": few and odd rows and columns, long and short sums. "odd": rows that
+are no multiples of 16 bytes. "tf32": both sides may round f32. Products of 8-bit floats give bf16, beside torch._scaled_mm
+without its fast sums.
 """
 
 from __future__ import annotations
@@ -79,7 +80,14 @@ NARROW = tuple(
     for dtype in ("f8e4m3", "tf32")
     for m, n, k in ((8192, 8192, 8192), (4096, 4096, 4096), (2048, 2048, 2048), (512, 14336, 4096), (512, 4096, 14336))
 )
-SETS = {"alone": SHAPES, "gelu": WITH_GELU, "f32": SINGLE, "encoders": ENCODERS, "narrow": NARROW, "others": OTHERS}
+ODD_BY_COLUMNS = (
+    (4095, 4097, 4099), (4100, 4100, 4100), (2047, 2047, 2047), (1001, 1005, 1003), (1000, 2002, 3006), (512, 4097, 4099),
+    (512, 3072, 772), (512, 512, 1025), (300, 600, 777), (256, 256, 4001), (197, 768, 197), (128, 1024, 2049), (100, 1000, 100),
+    (64, 4001, 4001), (33, 5732, 1765),
+)  # fmt: skip
+ODD_BY_ROWS = ((1000, 2002, 3006), (512, 4099, 4097), (64, 4001, 4001), (64, 2048, 2049), (20, 4096, 4099))
+ODD = (*(Shape(*dims) for dims in ODD_BY_COLUMNS), *(Shape(*dims, transposed=True) for dims in ODD_BY_ROWS))
+SETS = {"alone": SHAPES, "gelu": WITH_GELU, "f32": SINGLE, "encoders": ENCODERS, "narrow": NARROW, "others": OTHERS, "odd": ODD}
 TORCH = {"bf16": torch.bfloat16, "f32": torch.float32, "tf32": torch.float32, "f8e4m3": torch.float8_e4m3fn}
 ERROR = {"f32": 1e-5, "tf32": 5e-4}  # others: of the bf16 result
 RUNS_SECONDS = 2e-3  # of one replay, about

@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 from rlx.compiler.compilation import Compilation
-from rlx.compiler.layout import seen_through
 from rlx.ir.graph import PARAM, Graph, Node, Value, keep
-from rlx.ir.layout import Layout
 from rlx.ir.op import OPS, Contraction, Kind, Reduction
 from rlx.ir.ops import broadcast_to, pack, pad, quant_rows, slice, transpose
 from rlx.ir.ops.pack import group_panels, panels
 from rlx.ir.ops.rules import axis_of
-from rlx.ir.ops.view import transposed_axes
-from rlx.ir.shape import contiguous_strides
+from rlx.ir.ops.view import seen, transposed_axes
 
 Remake = Callable[[tuple[Value, ...]], Sequence[Value]]  # new inputs of a node -> its replacement
 
@@ -41,7 +38,7 @@ def packing(graph: Graph, compilation: Compilation) -> Graph:
         node, key = value.node, (multiple, value)
         if _has_rows(value, multiple):
             return value
-        if node.op is OPS["transpose"] and _layout(node.inputs[0]).strides[-1] == 1 == _layout(value).strides[-2]:
+        if node.op is OPS["transpose"] and seen(node.inputs[0])[1].strides[-1] == 1 == seen(value)[1].strides[-2]:
             return keep(node, (in_rows(node.inputs[0], multiple),))[0]  # other readers of the operand may share the copy
         return made[key] if key in made else made.setdefault(key, _in_rows(value, multiple))
 
@@ -59,22 +56,16 @@ def _row_multiple(node: Node, graph: Graph, compilation: Compilation) -> int:
     """Target.row_multiple. 1 for weights of programs with states: others of fewer rows share them, and read them as they lie."""
     if node.op.kind is not Kind.CONTRACT or compilation.is_static(node) or graph.extent is not None:
         return 1
-    multiple, right = compilation.target.row_multiple(node), node.inputs[1]
-    shared = graph.handles and compilation.is_static(right.node)
-    return 1 if multiple == 1 or (shared and not _has_rows(right, multiple)) else multiple
-
-
-def _layout(value: Value) -> Layout:
-    """Where the elements lie in the memory of the value that this one is a view of."""
-    node = value.node
-    is_view = node.op.kind is Kind.VIEW and len(node.shapes) == 1
-    seen = seen_through(value, _layout(node.inputs[0])) if is_view else None
-    return seen or Layout(contiguous_strides(value.shape.static))
+    if (multiple := compilation.target.row_multiple(node)) == 1:
+        return 1
+    left, right = (_has_rows(v, multiple) for v in node.inputs[:2])
+    shared = bool(graph.handles) and compilation.is_static(node.inputs[1].node)
+    return 1 if (left and right) or (shared and not right) else multiple
 
 
 def _has_rows(value: Value, multiple: int) -> bool:
     """Whether elements along one of the last two axes are adjacent, and rows of them whole multiples apart."""
-    layout, dims = _layout(value), value.shape.static
+    (_, layout), dims = seen(value), value.shape.static
     apart = [s for s, n in zip(layout.strides, dims) if n > 1]
     near = any(layout.strides[a] == 1 for a in (-1, -2) if dims[a] > 1)
     return near and layout.offset % multiple == 0 and sum(s % multiple > 0 for s in apart) == 1
@@ -82,7 +73,7 @@ def _has_rows(value: Value, multiple: int) -> bool:
 
 def _in_rows(value: Value, multiple: int) -> Value:
     """The value as a view of a copy with such rows, of its matrices that are not the same again."""
-    strides, dims, rank = _layout(value).strides, value.shape.static, value.rank
+    strides, dims, rank = seen(value)[1].strides, value.shape.static, value.rank
     axes = (*range(rank - 2), rank - 1, rank - 2) if strides[-2] == 1 < dims[-2] else tuple(range(rank))
     once = tuple(1 if strides[a] == 0 and a < rank - 2 else n for a, n in enumerate(dims))
     first, step = (0,) * rank, (1,) * rank

@@ -117,6 +117,15 @@ def _permutation(attrs: TransposeAttrs, rank: int) -> tuple[int, ...]:
     return axes
 
 
+def seen(x: Value) -> tuple[Value, Layout]:
+    """The value that `x` is a view of if strides express all views, and where the elements of `x` lie in it."""
+    if x.node.op.kind is Kind.VIEW and x.node.op.strided is not None and len(x.node.shapes) == 1:
+        base, layout = seen(source := x.node.inputs[0])
+        if (found := x.node.op.strided(x.node.attrs, source.shape.static, x.shape.static, layout)) is not None:
+            return base, found
+    return x, Layout(contiguous_strides(x.shape.static))
+
+
 def transposed_axes(node: Node) -> tuple[int, ...]:
     """All axes of a transpose, from the front: result dim i is operand dim axes[i]."""
     assert isinstance(node.attrs, TransposeAttrs)

@@ -1,7 +1,8 @@
 """Products with few columns, one row or a depth of 1, whose tiles would leave most lanes of their vectors empty or multiply once.
 
 They are sums of products element by element where both operands are read along the depth, and else, where rows of the left
-operand are adjacent, the transposed product: its columns are these rows.
+operand are adjacent, the transposed product: its columns are these rows. Windows of an image are summed line by line, of a copy
+where it is padded or its planes would share sets of the cache.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from math import gcd, prod
 
 from rlx.ir.dtype import DType, bf16
 from rlx.ir.graph import HANDLE, INPUT, Node, Value, keep
-from rlx.ir.layout import Layout, is_line, one_stride
+from rlx.ir.layout import is_line, one_stride
 from rlx.ir.op import OPS, Contraction, Kind
 from rlx.ir.ops import broadcast_to, copy, pad, slice, sum, transpose
-from rlx.ir.ops.view import transposed_axes
+from rlx.ir.ops.view import seen, transposed_axes
 from rlx.ir.shape import Shape, contiguous_strides
 
 FEW, LONG = 4, 64  # columns for each of which rows are read again, if these are single runs of so many elements
@@ -164,15 +165,6 @@ def _ordered(x: Value, batch: tuple[int, ...], others: tuple[int, ...], dims: tu
 
 def _size(x: Value, axes: tuple[int, ...]) -> int:
     return prod(x.shape.static[axis] for axis in axes)
-
-
-def seen(x: Value) -> tuple[Value, Layout]:
-    """The value that `x` is a view of if strides express all views, and where the elements of `x` lie in it."""
-    if x.node.op.kind is Kind.VIEW and x.node.op.strided is not None and len(x.node.shapes) == 1:
-        base, layout = seen(source := x.node.inputs[0])
-        if (found := x.node.op.strided(x.node.attrs, source.shape.static, x.shape.static, layout)) is not None:
-            return base, found
-    return x, Layout(contiguous_strides(x.shape.static))
 
 
 def adjacent(x: Value, axes: tuple[int, ...]) -> bool:
