@@ -18,7 +18,7 @@ from itertools import count
 from rlx.compiler.facts import Facts
 from rlx.compiler.groups import Group
 from rlx.compiler.operands import computable, producer, row_axes
-from rlx.compiler.packing import contraction, reduction
+from rlx.compiler.packing import contraction, reduction, widens
 from rlx.ir.graph import Graph, Node, Value, postorder
 from rlx.ir.op import Kind
 from rlx.ir.shape import contiguous_strides
@@ -30,11 +30,6 @@ FEW = 4  # elements that a pointwise reader computes again rather than have a ke
 MIN_ROWS = 2  # per grid point that the target needs: with fewer, distributing whole rows leaves threads idle
 SHARED_ROWS = 32  # of a reader: with more, multiplying takes longer than reading the weights
 REREAD = 1 << 26  # bytes that all of them read so, at most: more take longer than a kernel of its own for the rows
-
-
-def _widens(node: Node) -> bool:
-    """True for a cast that makes each element larger."""
-    return node.op.name == "cast" and node.shapes[0].dtype.itemsize > node.inputs[0].dtype.itemsize
 
 
 def fuse(facts: Facts) -> list[Group]:
@@ -170,9 +165,9 @@ class _Fuser:
         """A pointwise node joins a group that computes one of its operands, if possible: the latest one that has an anchor (it
         can take over loops, but not the reverse), or else the latest one."""
         found = {group for value in node.inputs if (group := self.producer(value)) and self.takes(group, node)}
-        if self.target.stores_narrow and self.reduced(node) and (_widens(node) or self.kept(node)):
+        if self.target.stores_narrow and self.reduced(node) and (widens(node) or self.kept(node)):
             found = {group for group in found if group.anchor is None}  # the reduction computes it of what is stored
-        if _widens(node):
+        if widens(node):
             found = {group for group in found if not self.read_later(node, group)}
         for group in sorted(found, key=lambda g: (g.anchor is not None, g.number), reverse=True):
             views = self.first_view(group, node) or self.halves(group)
@@ -219,7 +214,7 @@ class _Fuser:
         """The value with fewer bytes from which this one is computed, if it is."""
         node = value.node
         while node.op.kind is Kind.POINTWISE and len(found := self.varying(node)) == 1:
-            if _widens(node):
+            if widens(node):
                 return found[0]
             node = found[0].node
         return value

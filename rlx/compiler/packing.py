@@ -118,6 +118,11 @@ def reduction(node: Node) -> Reduction:
     return node.op.reduce(node.attrs, node.inputs[0].shape)
 
 
+def widens(node: Node) -> bool:
+    """True for a cast that makes each element larger."""
+    return node.op.name == "cast" and node.shapes[0].dtype.itemsize > node.inputs[0].dtype.itemsize
+
+
 # -- look-ups out of packs -----------------------------------------------------------------------------------------
 
 
@@ -194,4 +199,4 @@ def _again(packed: Value, value: Value) -> Value | None:
     return out
 
 
-__all__ = ["contraction", "is_matrix", "packing", "reduction"]
+__all__ = ["contraction", "is_matrix", "packing", "reduction", "widens"]

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from rlx.compiler.compilation import Compilation
 from rlx.compiler.layout import Places
-from rlx.compiler.packing import reduction
+from rlx.compiler.packing import reduction, widens
 from rlx.ir.dtype import DType
 from rlx.ir.graph import Graph, Node, Value, apply, keep
 from rlx.ir.layout import is_line, one_stride
@@ -60,11 +60,12 @@ def reductions(graph: Graph, compilation: Compilation) -> Graph:
         runs = [tuple(run) for _, run in groupby(range(source.rank), key=axes.__contains__)]
         return not all(one_stride(layout, dims, run) for layout, dims in layouts for run in runs)
 
-    alone: set[Node] = set()  # new nodes whose original had one reader
+    alone: set[Node] = set()  # new nodes whose original had one reader, or that each reader may compute
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         kept = keep(node, inputs)
-        if node.op.kind is Kind.POINTWISE and len(readers.get(node.results[0], ())) == 1 and node.results[0] not in outside:
+        again = len(readers.get(node.results[0], ())) == 1 or widens(node)  # rather than stored, a wider value is computed again
+        if node.op.kind is Kind.POINTWISE and again and node.results[0] not in outside:
             alone.add(kept[0].node)
         if node.op.kind is not Kind.REDUCE:
             return kept
@@ -86,7 +87,7 @@ def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target, a
     runs = [(reduced, math.prod(d for _, d in run)) for reduced, run in groupby(real, key=lambda x: x[0])]
     todo = [i for i, (reduced, _) in enumerate(runs) if reduced]
     if not todo and 0 not in dims:  # each result is one element
-        return _as(_reshaped(source, result.static, alone), result.dtype)
+        return _as(_reshaped(source, result.static, alone, {}), result.dtype)
     # rows of less than a cache line of f32 get no reduction of their own; where results are few for many threads, they come last
     short = len(todo) > 1 and todo[-1] == len(runs) - 1 and runs[-1][1] < target.line_bytes // 4
     if 0 in dims or (short and FEW_RESULTS * math.prod(d for reduced, d in runs if not reduced) >= target.threads):
@@ -98,7 +99,7 @@ def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target, a
     parts = 1 if read_again or short else _parts(sizes, last, target)
     if len(axes) == parts == 1 or (apart and len(todo) == parts == 1):
         return None
-    value = _reshaped(source, _divided(sizes, last, parts), alone)
+    value = _reshaped(source, _divided(sizes, last, parts), alone, {})
     value = _as(value, source.dtype.compute)
     for gone, i in enumerate(todo if short else reversed(todo)):  # from the back, earlier axes keep their numbers
         i -= gone * short
@@ -131,15 +132,21 @@ def _divided(dims: Sequence[int], axis: int, parts: int) -> tuple[int, ...]:
     return (*dims[:axis], *((parts,) if parts > 1 else ()), dims[axis] // parts, *dims[axis + 1 :])
 
 
-def _reshaped(value: Value, dims: tuple[int, ...], alone: set[Node]) -> Value:
-    """`value` reshaped, with the reshape moved above pointwise nodes that have no other reader, so that they can be fused."""
+def _reshaped(value: Value, dims: tuple[int, ...], alone: set[Node], made: dict[Value, Value]) -> Value:
+    """`value` reshaped, with the reshape moved above pointwise nodes that have no other reader, so that they can be fused. `made`:
+    of the same walk, so that each node is moved once."""
     node, own = value.node, value.shape.static
-    if own == dims:
+    if own == dims and not widens(node):
         return value
+    if value in made:
+        return made[value]
     if node in alone and all(v.shape.static == own or v.shape.num_elements == 1 for v in node.inputs):
-        inputs = tuple(_reshaped(v, dims if v.shape.static == own else (), alone) for v in node.inputs)
-        return replace(node, inputs=inputs, shapes=node.op.result_shapes(node.attrs, tuple(v.shape for v in inputs))).results[0]
-    return apply(OPS["reshape"], (value,), {"dims": dims})  # type: ignore[return-value, arg-type]
+        inputs = tuple(_reshaped(v, dims if v.shape.static == own else (), alone, made) for v in node.inputs)
+        shapes = node.op.result_shapes(node.attrs, tuple(v.shape for v in inputs))
+        made[value] = replace(node, inputs=inputs, shapes=shapes).results[0]
+    else:
+        made[value] = value if own == dims else apply(OPS["reshape"], (value,), {"dims": dims})  # type: ignore[assignment, arg-type]
+    return made[value]
 
 
 __all__ = ["reductions"]

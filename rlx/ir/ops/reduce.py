@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,16 @@ def _variance(attrs: VarianceAttrs, x: Value, count: Value | None = None) -> Val
     return sum(d * d, axis=attrs.axis, keepdims=attrs.keepdims) / free
 
 
+def _of_rows(attrs: VarianceAttrs, x: Value) -> Value:
+    """The variance over adjacent axes as over one: a kernel can read a row again, but not elements along several axes."""
+    dims, axes = x.shape.static, axes_of(attrs.axis, x.rank)
+    merged = math.prod(dims[axes[0] : axes[-1] + 1]) if axes else 1
+    if len(axes) < 2 or merged != _count(attrs, x):
+        return widened(_variance)(attrs, x)
+    rows = x.reshape((*dims[: axes[0]], merged, *dims[axes[-1] + 1 :]))
+    return widened(_variance)(replace(attrs, axis=axes[:1], keepdims=False), rows).reshape(_reduced(attrs, x.shape).dims)
+
+
 def _counted(decompose: Callable[..., Value]) -> Callable[..., Padded]:
     """OpDef.padded for ops that divide by the number of elements."""
 
@@ -127,7 +138,7 @@ mean = op(
     doc="Arithmetic mean; NaN if empty.",
 )  # fmt: skip
 variance = op(
-    "variance", kind=Kind.COMPOSITE, infer=_reduced, attrs=VarianceAttrs, decompose=widened(_variance),
+    "variance", kind=Kind.COMPOSITE, infer=_reduced, attrs=VarianceAttrs, decompose=_of_rows,
     padded=_counted(_variance),
     reference=lambda a, x: _variance_array(a, _wide(x)),
     samples=(
