@@ -84,6 +84,7 @@ def test_rows_fetched_ahead(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, in
     """The next row is asked for while the second of three passes computes; past the last one that does no harm."""
     x = np.random.default_rng(2).standard_normal(dims).astype(np.float32)
     monkeypatch.setattr(render, "FETCHED_BYTES", 1)
+    monkeypatch.setattr(render, "fetches_ahead", lambda features: False)
     c = compiled(rlx.softmax, dims)
     assert ("prefetch" in "".join(c.report().texts.values())) == (dims[0] > 1)
     scale, offset = np.ones(dims[1], np.float32), np.zeros(dims[1], np.float32)

@@ -36,7 +36,8 @@ AHEAD_ROWS = 4  # lower tiles of a group of rows only wait for memory: they do n
 NEAR = 9 << 10  # bytes from where the only tile of a panel is to where it prefetches
 COLD = 1 << 22  # bytes of `b` that the caches do not keep from one run to the next, among others of the same size
 IN_PLACE_TILES = 8  # up to this many row tiles read an unpacked `b` in place; with more, each panel is copied first
-MATRIX_ROWS = 8  # fewer leave most of the matrix unit idle
+MATRIX_ROWS = 8  # fewer leave most of the matrix unit idle, where rows are copied for it, or come in groups
+UNIT_ROWS = {2: 2, 4: 4}  # elements of a group -> rows from which on the unit is faster than vectors: such sums of two take two cycles
 MATRIX_DEPTH = 2 * amx.L1 // 3 // (2 * amx.BLOCK)  # steps of k: two thirds of the L1 cache hold a panel's part
 MATRIX_BLOCK_ROWS = 512  # most rows of a block on the matrix unit, for which L3 is slow; several threads may share an L2 cache
 KEPT_CACHES = 2  # results up to so many second-level caches are near enough for their reader
@@ -126,7 +127,7 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     panel, group = panel_of(c.b)[0], group_of(c, target)
     while panel % lanes:
         lanes //= 2
-    matrix = _step(c, group, target) if c.m >= MATRIX_ROWS and c.count is None else 0
+    matrix = _step(c, group, target) if c.count is None and c.m >= UNIT_ROWS.get(group, MATRIX_ROWS) else 0
     vectors = panel // lanes or (2 if matrix else tiling.get("vectors", _panel_vectors(c, registers)))
     summed = 2 * vectors if (dot := dot_in(c, target)) and dot.signed else 0  # registers of b's own sums, and of constants
     highest = tiling.get("rows", _highest(c, vectors, lanes, registers - summed, group if matrix else 0, target.threads))
