@@ -71,14 +71,12 @@ def blocks_function(
     the previous sums are added (None: never). The unit is configured for this height and step. `step_a`: bytes from a step of a
     to the next, if they are not in a row. `pitch`: distance of rows of sums, if it is not their length. `ahead`: where `share`
     bytes per step are prefetched from. `streamed`: "a" or "b", which need not stay in the L1 cache. `keep`: of the other one only
-    so many groups need, if k is a number and more; both blocks of b are then loaded before those of a. `beside`: emits
+    so many groups need, if k is a number and more. `beside`: emits
     other work of the step at an index, done while the unit multiplies. `first`: the column of a at which k begins, if a's columns
     lie in levels. `rest`: whether the last step of b is read from a copy, and that, with zeros behind k; a has zeros there too.
     Other values there, in either operand, may be infinite or NaN."""
     above, across, pitch = range(-(-rows // SIDE)), range(vectors), pitch or SIDE * vectors
     places = begin_sums(e, sums, above, across, pitch, kept)
-    number = {"a": above, "b": across}
-    held, other = "ba" if keep else "ab"  # the operand whose blocks are all loaded first
 
     def steps(begin: int, stop: int | V, passing: str, carried: Sequence[V]) -> Sequence[V]:
         """Those from `begin` on; operands in `passing` go by the L1 cache. Returns the addresses behind them."""
@@ -98,12 +96,11 @@ def blocks_function(
                 else:
                     do(e, loads[x], B[n], from_b.at(e, at_b, 0, SIDE * n), e.i64(from_b.byte(1, 0)))
 
-            for n in number[held]:
-                load(held, n)
-            for n in number[other]:
-                load(other, n)
-                for m in number[held]:
-                    i, j = (n, m) if keep else (m, n)
+            for i in above:
+                load("a", i)
+                for j in across:
+                    if i == 0:
+                        load("b", j)
                     do(e, FEATURES[group][1], SUMS[i][j], A[i], B[j])
             if beside:
                 beside(loop.index)

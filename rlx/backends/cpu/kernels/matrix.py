@@ -34,6 +34,7 @@ from rlx.host.emit import Emitter, V, vector
 from rlx.ir.kernel import Buffer, Computed, Local
 
 LINE = 4 * amx.SIDE  # bytes of a row of a block
+COPIED = 4  # rows that are copied to a tile at once: their lines of a step adjoin there
 
 
 class Pending(NamedTuple):
@@ -102,27 +103,37 @@ class MatrixUnit:
         hoist(statements, scope)
         runs = self.from_a.col_levels[:1]  # whole steps in each are copied from where they lie
         as_it_lies = self.from_a.column == 1 and not (runs and runs[0][0] % (amx.SIDE * p.group))
-        layout = self.from_a if as_it_lies and not statements else self.line
+        as_it_lies &= not isinstance(source, Computed)
+        layout, at_once = (self.from_a, COPIED) if as_it_lies else (self.line, 1)
         with e.loop(*tiles) as tile:
             first = product.first_row(e, tile.index)
             out = step(e, kept, e.bin("sub", tile.index, tiles[0]), self.tile_bytes)
-            with e.loop(0, e.intrinsic("smin", product.height(e, tile.index), e.bin("sub", stop, first))) as row:
+            count = e.intrinsic("smin", product.height(e, tile.index), e.bin("sub", stop, first))
+            with e.loop(0, count, at_once) as row:
                 index, at = e.bin("add", first, row.index), e.gep(SCRATCH, self.line_at)
                 if isinstance(source, Computed):
                     emit_statements(statements, scope.child({source.row: index}, pointers={line: at}))
-                elif as_it_lies:
-                    at = self.from_a.at(e, a, index)
-                else:
+                elif not as_it_lies:
                     after = e.bin("add", index, 1)
                     stage_levels_function(e, a, at, index, after, self.c.k, self.from_a, self.line, p.lanes, p.group)
-                to, complete = step(e, out, row.index, LINE), self.c.k // (amx.SIDE * p.group)
-                with e.loop(0, complete) as turn:
-                    source_at = layout.at(e, at, 0, e.bin("mul", turn.index, amx.SIDE * p.group))
-                    e.store(e.load(vector("i32", amx.SIDE), source_at, 4), step(e, to, turn.index, self.step_bytes), LINE)
-                if few := self.c.k % (lanes := amx.SIDE * p.group):
-                    value = load_line(e, e.gep(at, complete * LINE), self.line, lanes, self.line.dtype, few)
-                    e.store(value, e.gep(to, complete * self.step_bytes), LINE)
+                rows = [e.intrinsic("smin", e.bin("add", row.index, n), e.bin("sub", count, 1)) for n in range(1, at_once)]
+                pairs = [(layout.at(e, a, e.bin("add", first, r)) if as_it_lies else at, r) for r in (row.index, *rows)]
+                self._copy_lines(e, [(start, step(e, out, r, LINE)) for start, r in pairs], layout)
         return kept
+
+    def _copy_lines(self, e: Emitter, rows: Sequence[tuple[V, V]], layout: Layout) -> None:
+        """Copy rows to tiles, the same step of all of them before the next. `rows`: where each begins, and its line of the first
+        step."""
+        lanes = amx.SIDE * self.plan.group
+        with e.loop(0, self.c.k // lanes) as turn:
+            for start, to in rows:
+                source_at = layout.at(e, start, 0, e.bin("mul", turn.index, lanes))
+                e.store(e.load(vector("i32", amx.SIDE), source_at, 4), step(e, to, turn.index, self.step_bytes), LINE)
+        if few := self.c.k % lanes:
+            complete = self.c.k // lanes
+            for start, to in rows:
+                value = load_line(e, e.gep(start, complete * LINE), self.line, lanes, self.line.dtype, few)
+                e.store(value, e.gep(to, complete * self.step_bytes), LINE)
 
     def _copy_panel_rest(self, e: Emitter, b: V) -> V:
         """Copy the last groups of a panel; zeros are behind the copy, whose address is returned."""

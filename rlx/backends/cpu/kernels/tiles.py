@@ -41,8 +41,8 @@ UNIT_ROWS = {2: 2, 4: 4}  # elements of a group -> rows from which on the unit i
 MATRIX_DEPTH = 2 * amx.L1 // 3 // (2 * amx.BLOCK)  # steps of k: two thirds of the L1 cache hold a panel's part
 MATRIX_BLOCK_ROWS = 512  # most rows of a block on the matrix unit, for which L3 is slow; several threads may share an L2 cache
 KEPT_CACHES = 2  # results up to so many second-level caches are near enough for their reader
-TILED_PANELS = 8  # with fewer panels, copying rows of `a` as tiles costs more than it gains
-TILED_COLUMNS = TILED_PANELS * 2 * amx.SIDE
+TILED_PANELS = 20  # with fewer panels, copying rows of `a` as tiles costs more than it gains
+TILED_COLUMNS = 8 * 2 * amx.SIDE  # the same of windows, whose rows are in pieces
 RAGGED_TASKS = 16  # per thread, if rows are spread over grid points in ways that are known at run time only
 PART = 1 << 17  # bytes of a panel's part, at most, and at most an eighth of the L2 cache: it stays there beside the next one
 GROUP_PART = 24 << 10  # of that of a group of rows, which are few: reading and arithmetic take turns in the L1 cache
@@ -144,10 +144,10 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     row_bytes += c.k * (c.a if group > 1 else c.acc).dtype.itemsize if stage_a or matrix else 0
     most, room = BLOCK_ROWS, SCRATCH
     if matrix and target.threads == 1:
-        most, room = MATRIX_BLOCK_ROWS, target.core_cache_bytes // 2
+        most, room = MATRIX_BLOCK_ROWS, target.core_cache_bytes * 3 // 8  # panels and results pass by
         far, whole = c.k * c.n * c.b.dtype.itemsize > target.core_cache_bytes, target.core_cache_bytes * 4 // 5
-        if far and c.m * row_bytes <= whole:
-            room = whole  # one block: each reads the weights again, which the cache does not keep
+        if c.rows and far and c.m * row_bytes <= whole:
+            room = whole  # sums of whole rows fill most of it; for each block, the weights are read again
     fit = min(most, room // row_bytes if row_bytes else most)
     blocks = -(-row_tiles // max(1, fit // max(1, rows)))
     wanted = tiling.get("tasks", _wanted_tasks(c, batch, target.threads))
