@@ -60,6 +60,7 @@ def reductions(graph: Graph, compilation: Compilation) -> Graph:
         runs = [tuple(run) for _, run in groupby(range(source.rank), key=axes.__contains__)]
         return not all(one_stride(layout, dims, run) for layout, dims in layouts for run in runs)
 
+    target, whole = compilation.target, set[Node]()  # new reductions that are in one step
     alone: set[Node] = set()  # new nodes whose original had one reader, or that each reader may compute
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
@@ -69,14 +70,30 @@ def reductions(graph: Graph, compilation: Compilation) -> Graph:
             alone.add(kept[0].node)
         if node.op.kind is not Kind.REDUCE:
             return kept
-        made = _in_steps(kept[0].node, len(readers[node.inputs[0]]) == 1, alone, compilation.target, apart(node))
+        only_reader = len(readers[node.inputs[0]]) == 1 and not (target.few_kernels and _reads_results(kept[0].node, whole))
+        made = _in_steps(kept[0].node, only_reader, alone, target, apart(node))
         if made is None:
+            whole.add(kept[0].node)
             return kept
         if made is kept[0].node.inputs[0]:
             return (made,)
         return (replace(made.node, name=node.name, source=node.source).results[0],)
 
     return graph.rebuild(new)
+
+
+def _reads_results(node: Node, whole: set[Node]) -> bool:
+    """True if a reduction is of elements computed of results of one of these along the same axis: one kernel can do both."""
+    source, facts = node.inputs[0], reduction(node)
+    todo, done = [source], set[Node]()
+    while todo:
+        before = todo.pop().node
+        if before in whole and before.inputs[0].dims == source.dims and reduction(before).axes == facts.axes:
+            return True
+        if before.op.kind is Kind.POINTWISE and before not in done:
+            done.add(before)
+            todo += before.inputs
+    return False
 
 
 def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target, apart: bool) -> Value | None:
@@ -133,8 +150,8 @@ def _divided(dims: Sequence[int], axis: int, parts: int) -> tuple[int, ...]:
 
 
 def _reshaped(value: Value, dims: tuple[int, ...], alone: set[Node], made: dict[Value, Value]) -> Value:
-    """`value` reshaped, with the reshape moved above pointwise nodes that have no other reader, so that they can be fused. `made`:
-    of the same walk, so that each node is moved once."""
+    """`value` reshaped, with the reshape moved above pointwise nodes that have no other reader, so that they can be fused.
+    `made`: of the same walk, so that each node is moved once."""
     node, own = value.node, value.shape.static
     if own == dims and not widens(node):
         return value

@@ -112,13 +112,14 @@ def _variance(attrs: VarianceAttrs, x: Value, count: Value | None = None) -> Val
 
 
 def _of_rows(attrs: VarianceAttrs, x: Value) -> Value:
-    """The variance over adjacent axes as over one: a kernel can read a row again, but not elements along several axes."""
+    """The variance over adjacent axes as over one, whose dim is kept until the end: one kernel can read a row or column again."""
     dims, axes = x.shape.static, axes_of(attrs.axis, x.rank)
     merged = math.prod(dims[axes[0] : axes[-1] + 1]) if axes else 1
-    if len(axes) < 2 or merged != _count(attrs, x):
-        return widened(_variance)(attrs, x)
-    rows = x.reshape((*dims[: axes[0]], merged, *dims[axes[-1] + 1 :]))
-    return widened(_variance)(replace(attrs, axis=axes[:1], keepdims=False), rows).reshape(_reduced(attrs, x.shape).dims)
+    rows, along = x, axes
+    if len(axes) > 1 and merged == _count(attrs, x):
+        rows, along = x.reshape((*dims[: axes[0]], merged, *dims[axes[-1] + 1 :])), axes[:1]
+    found = widened(_variance)(replace(attrs, axis=along, keepdims=True), rows)
+    return found if found.shape == (wanted := _reduced(attrs, x.shape)) else found.reshape(wanted.dims)
 
 
 def _counted(decompose: Callable[..., Value]) -> Callable[..., Padded]:
