@@ -210,7 +210,7 @@ def on_matrix_unit(program: Program, id: int) -> bool:
 
 
 def check_skipped(c: CompiledGraph, id: int, n: int, upper: int, poison: int, tile: int) -> None:
-    """All elements of the rows asked for were written, and no more than these; kernels with tiles of `tile` rows do whole ones."""
+    """All elements of the rows asked for were written, and no more; kernels with tiles of `tile` rows do whole ones."""
     marks = touched(c, id, poison)
     each = marks.size // upper
     most = min(upper, n + tile - 1) * each
