@@ -10,6 +10,8 @@ import pytest
 from devices import TWO
 
 import rlx
+from rlx.backends.cuda.backend import target
+from rlx.compiler import lower
 from rlx.compiler.compilation import Compilation
 from rlx.compiler.pipeline import run_passes
 from rlx.compiler.reductions import _parts
@@ -181,3 +183,48 @@ def test_parts_begin_where_vectors_do() -> None:
     target = Target("any", frozenset(DTYPES), threads=1 << 18, points_per_thread=99 / (1 << 18), point_elements=4096)
     assert _parts((117 * 111924,), 0, target) == 117  # and not 108, of which each part has an odd number of elements
     assert _parts((1 << 20,), 0, target) == 128
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [rlx.f32, rlx.bf16], ids=str)
+@pytest.mark.parametrize("dims, axes", [*CASES, ((0, 3, 4), (0, 2)), ((4, 3, 0), (0, 2)), ((3, 1, 70, 4), (0, 2))])
+def test_variances(dims: tuple[int, ...], axes: tuple[int, ...], dtype: rlx.ir.DType, threads: int) -> None:
+    """Adjacent axes are one, and unit dims between them do not part them; of nothing it is NaN."""
+    for keep in (False, True):
+        c, (x,) = compiled(lambda v, keep=keep: rlx.variance(v, axis=axes, keepdims=keep), dims, dtype=dtype, threads=threads)
+        with np.errstate(invalid="ignore"):
+            wide = x.astype(np.float64)
+            centred = wide - wide.sum(axes, keepdims=True) / math.prod(dims[a] for a in axes)
+            wanted = (centred**2).sum(axes, keepdims=keep) / np.float64(math.prod(dims[a] for a in axes))
+        got = run(c, [x])
+        assert got.shape == wanted.shape
+        np.testing.assert_allclose(got, wanted, rtol=1e-5 if dtype == rlx.f32 else 2**-8)
+
+
+def kernels(build, *dims: tuple[int, ...], dtype: str = "bf16") -> list[tuple[str, dict[str, str]]]:
+    """(name, dtypes of large buffers) of each kernel for an H200."""
+    g = rlx.Graph("r")
+    made = build(*(g.input(f"x{i}", d, dtype) for i, d in enumerate(dims)))
+    g.set_outputs(made if isinstance(made, list) else [made])
+    steps = lower(g, target("sm_90a"), rlx.CompileOptions()).steps
+    return [(s.kernel.name, {b.name: b.dtype.name for b in s.kernel.buffers if b.size >= 1 << 16}) for s in steps]
+
+
+def test_variances_on_a_gpu_read_what_is_stored_narrow() -> None:
+    """In one kernel where it may read a row or column again; else each step casts for itself."""
+    for dims, axes in (((16, 4000), (0, 1)), ((2, 100, 700), (1, 2)), ((4096, 400), (0,))):
+        assert len(kernels(lambda v, axes=axes: rlx.variance(v, axis=axes), dims)) == 1
+        assert len(kernels(lambda v, axes=axes: rlx.variance(v, axis=axes), dims, dtype="f32")) == 1
+    several = kernels(lambda v: rlx.variance(v, axis=(0, 1)), (4096, 4096))
+    assert len(several) > 2 and all(set(large.values()) <= {"bf16"} for _, large in several)
+
+
+def test_several_reductions_compute_an_operand_once() -> None:
+    """The narrow value is stored, not computed by each, and not the wide one."""
+
+    def build(v):
+        wide = rlx.gelu(rlx.tanh(v)).astype(rlx.f32)
+        return [rlx.sum(wide, axis=(0, 1)), rlx.sum(wide * wide, axis=(0, 1)), rlx.max(wide, axis=(0, 1))]
+
+    made = kernels(build, (64, 64, 500))
+    assert sum("tanh" in name for name, _ in made) == 1 and all(set(large.values()) <= {"bf16"} for _, large in made)

@@ -61,12 +61,11 @@ def reductions(graph: Graph, compilation: Compilation) -> Graph:
         return not all(one_stride(layout, dims, run) for layout, dims in layouts for run in runs)
 
     target, whole = compilation.target, set[Node]()  # new reductions that are in one step
-    alone: set[Node] = set()  # new nodes whose original had one reader, or that each reader may compute
+    alone: set[Node] = set()  # new nodes whose original had one reader
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         kept = keep(node, inputs)
-        again = len(readers.get(node.results[0], ())) == 1 or widens(node)  # rather than stored, a wider value is computed again
-        if node.op.kind is Kind.POINTWISE and again and node.results[0] not in outside:
+        if node.op.kind is Kind.POINTWISE and len(readers.get(node.results[0], ())) == 1 and node.results[0] not in outside:
             alone.add(kept[0].node)
         if node.op.kind is not Kind.REDUCE:
             return kept
@@ -121,10 +120,10 @@ def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target, a
     for gone, i in enumerate(todo if short else reversed(todo)):  # from the back, earlier axes keep their numbers
         i -= gone * short
         if (short or i != last) and (parts := _parts(value.shape.static, i, target)) > 1:  # type: ignore[union-attr]
-            value = apply(OPS["reshape"], (value,), {"dims": _divided(value.shape.static, i, parts)})  # type: ignore[union-attr]
+            value = value.reshape(_divided(value.shape.static, i, parts))  # type: ignore[union-attr]
         for axis in (i + 1, i) if parts > 1 else (i,):
             value = apply(node.op, (value,), {"axis": (axis,)})
-    return apply(OPS["reshape"], (_as(value, result.dtype),), {"dims": result.static})  # type: ignore[return-value, arg-type]
+    return _as(value, result.dtype).reshape(result.static)  # type: ignore[arg-type]
 
 
 def _as(value: Value, dtype: DType) -> Value:
@@ -149,21 +148,26 @@ def _divided(dims: Sequence[int], axis: int, parts: int) -> tuple[int, ...]:
     return (*dims[:axis], *((parts,) if parts > 1 else ()), dims[axis] // parts, *dims[axis + 1 :])
 
 
-def _reshaped(value: Value, dims: tuple[int, ...], alone: set[Node], made: dict[Value, Value]) -> Value:
-    """`value` reshaped, with the reshape moved above pointwise nodes that have no other reader, so that they can be fused.
-    `made`: of the same walk, so that each node is moved once."""
-    node, own = value.node, value.shape.static
-    if own == dims and not widens(node):
+def _reshaped(value: Value, dims: tuple[int, ...], alone: set[Node], made: dict[tuple[Value, tuple[int, ...]], Value]) -> Value:
+    """`value` reshaped, with the reshape moved above pointwise nodes that have no other reader, so that they can be fused, and
+    above a cast to a wider dtype, which each reader does itself: the narrow value is in memory. `made`: of the same walk, so that
+    each node is moved once."""
+    node, own, key = value.node, value.shape.static, (value, dims)
+    wide = widens(node) and node not in alone
+    if own == dims and not wide:
         return value
-    if value in made:
-        return made[value]
-    if node in alone and all(v.shape.static == own or v.shape.num_elements == 1 for v in node.inputs):
-        inputs = tuple(_reshaped(v, dims if v.shape.static == own else (), alone, made) for v in node.inputs)
+    if key not in made:
+        inputs = node.inputs
+        if wide:
+            inputs = (inputs[0] if own == dims else inputs[0].reshape(dims),)
+        elif node in alone and all(v.shape.static == own or v.shape.num_elements == 1 for v in inputs):
+            inputs = tuple(_reshaped(v, dims if v.shape.static == own else (), alone, made) for v in inputs)
+        else:
+            made[key] = value.reshape(dims)
+            return made[key]
         shapes = node.op.result_shapes(node.attrs, tuple(v.shape for v in inputs))
-        made[value] = replace(node, inputs=inputs, shapes=shapes).results[0]
-    else:
-        made[value] = value if own == dims else apply(OPS["reshape"], (value,), {"dims": dims})  # type: ignore[assignment, arg-type]
-    return made[value]
+        made[key] = replace(node, inputs=inputs, shapes=shapes).results[0]
+    return made[key]
 
 
 __all__ = ["reductions"]

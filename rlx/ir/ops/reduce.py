@@ -114,10 +114,10 @@ def _variance(attrs: VarianceAttrs, x: Value, count: Value | None = None) -> Val
 def _of_rows(attrs: VarianceAttrs, x: Value) -> Value:
     """The variance over adjacent axes as over one, whose dim is kept until the end: one kernel can read a row or column again."""
     dims, axes = x.shape.static, axes_of(attrs.axis, x.rank)
-    merged = math.prod(dims[axes[0] : axes[-1] + 1]) if axes else 1
     rows, along = x, axes
-    if len(axes) > 1 and merged == _count(attrs, x):
-        rows, along = x.reshape((*dims[: axes[0]], merged, *dims[axes[-1] + 1 :])), axes[:1]
+    if len(axes) > 1 and builtins.all(d == 1 or i in axes for i, d in enumerate(dims) if axes[0] < i < axes[-1]):
+        rows = x.reshape((*dims[: axes[0]], _count(attrs, x), *dims[axes[-1] + 1 :]))
+        along = axes[:1]
     found = widened(_variance)(replace(attrs, axis=along, keepdims=True), rows)
     return found if found.shape == (wanted := _reduced(attrs, x.shape)) else found.reshape(wanted.dims)
 
@@ -144,6 +144,7 @@ variance = op(
     reference=lambda a, x: _variance_array(a, _wide(x)),
     samples=(
         *SAMPLES[:4], Sample(((3, 17),), {"axis": (1,), "correction": 1}), Sample(((3, 1),), {"axis": (1,)}, low=100, high=101),
+        Sample(((3, 1, 5, 4),), {"axis": (0, 2), "keepdims": True}),
     ),
     doc="Variance, computed in two passes; the divisor is n - correction.",
 )  # fmt: skip
