@@ -71,10 +71,10 @@ def blocks_function(
     the previous sums are added (None: never). The unit is configured for this height and step. `step_a`: bytes from a step of a
     to the next, if they are not in a row. `pitch`: distance of rows of sums, if it is not their length. `ahead`: where `share`
     bytes per step are prefetched from. `streamed`: "a" or "b", which need not stay in the L1 cache. `keep`: of the other one only
-    so many groups need, if k is a number and more. `beside`: emits
-    other work of the step at an index, done while the unit multiplies. `first`: the column of a at which k begins, if a's columns
-    lie in levels. `rest`: whether the last step of b is read from a copy, and that, with zeros behind k; a has zeros there too.
-    Other values there, in either operand, may be infinite or NaN."""
+    so many groups need, if k is a number and more. `beside`: emits other work of the step at an index, done while the unit
+    multiplies. `first`: the column of a at which k begins, if a's columns lie in levels. `rest`: whether the last step of b is
+    read from a copy, and that, with zeros behind k; a has zeros there too. Other values there, in either operand, may be
+    infinite or NaN."""
     above, across, pitch = range(-(-rows // SIDE)), range(vectors), pitch or SIDE * vectors
     places = begin_sums(e, sums, above, across, pitch, kept)
 

@@ -102,8 +102,8 @@ class MatrixUnit:
         statements = row_statements(source, line, self.c.k) if isinstance(source, Computed) else ()
         hoist(statements, scope)
         runs = self.from_a.col_levels[:1]  # whole steps in each are copied from where they lie
-        as_it_lies = self.from_a.column == 1 and not (runs and runs[0][0] % (amx.SIDE * p.group))
-        as_it_lies &= not isinstance(source, Computed)
+        whole = self.from_a.column == 1 and not (runs and runs[0][0] % (amx.SIDE * p.group))
+        as_it_lies = whole and not isinstance(source, Computed)
         layout, at_once = (self.from_a, COPIED) if as_it_lies else (self.line, 1)
         with e.loop(*tiles) as tile:
             first = product.first_row(e, tile.index)
@@ -124,13 +124,12 @@ class MatrixUnit:
     def _copy_lines(self, e: Emitter, rows: Sequence[tuple[V, V]], layout: Layout) -> None:
         """Copy rows to tiles, the same step of all of them before the next. `rows`: where each begins, and its line of the first
         step."""
-        lanes = amx.SIDE * self.plan.group
-        with e.loop(0, self.c.k // lanes) as turn:
+        complete, few = divmod(self.c.k, lanes := amx.SIDE * self.plan.group)
+        with e.loop(0, complete) as turn:
             for start, to in rows:
                 source_at = layout.at(e, start, 0, e.bin("mul", turn.index, lanes))
                 e.store(e.load(vector("i32", amx.SIDE), source_at, 4), step(e, to, turn.index, self.step_bytes), LINE)
-        if few := self.c.k % lanes:
-            complete = self.c.k // lanes
+        if few:
             for start, to in rows:
                 value = load_line(e, e.gep(start, complete * LINE), self.line, lanes, self.line.dtype, few)
                 e.store(value, e.gep(to, complete * self.step_bytes), LINE)
