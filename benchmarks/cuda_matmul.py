@@ -1,14 +1,15 @@
 """Products alone on an NVIDIA GPU: rlx beside cuBLAS (through torch) and torch.compile.
 
-    python benchmarks/cuda_matmul.py [--rounds 5] [--compile default|max-autotune|none] [--only alone gelu f32 encoders odd]
+    python benchmarks/cuda_matmul.py [--rounds 5] [--compile default|max-autotune|none] [--seed 0]
+        [--only alone gelu f32 encoders odd random]
 
 Each side is one CUDA graph of many runs, so that small products are not measured by their dispatch. Sides alternate; the time is
 the least of the rounds. Inputs are random, and results are compared with float64. A product with "gelu" adds a bias and applies
 gelu (tanh) before it is stored; torch.compile may fuse both. The right operand is a param, which
 no run changes: rlx copies its first tiles before the product in front has ended. "t": it is stored transposed. "encoders": those
 of MiniLM and BERT-base at 16 to 32,768 rows. "others": few and odd rows and columns, long and short sums. "odd": rows that
-are no multiples of 16 bytes. "tf32": both sides may round f32. Products of 8-bit floats give bf16, beside torch._scaled_mm
-without its fast sums.
+are no multiples of 16 bytes. "random": sides drawn by --seed, of which columns and sums are multiples of 8. "tf32": both sides
+may round f32. Products of 8-bit floats give bf16, beside torch._scaled_mm without its fast sums.
 """
 
 from __future__ import annotations
@@ -87,6 +88,19 @@ ODD_BY_COLUMNS = (
 )  # fmt: skip
 ODD_BY_ROWS = ((1000, 2002, 3006), (512, 4099, 4097), (64, 4001, 4001), (64, 2048, 2049), (20, 4096, 4099))
 ODD = (*(Shape(*dims) for dims in ODD_BY_COLUMNS), *(Shape(*dims, transposed=True) for dims in ODD_BY_ROWS))
+RANDOM = 24
+
+
+def drawn(seed: int) -> tuple[Shape, ...]:
+    """Random products of 2^30 to 2^37 multiply-adds."""
+    rng, found = np.random.default_rng(seed), list[Shape]()
+    while len(found) < RANDOM:
+        m, n, k = (int(np.exp(rng.uniform(np.log(low), np.log(5000)))) for low in (64, 256, 128))
+        s = Shape(m, n // 8 * 8, k // 8 * 8, transposed=bool(rng.integers(2)))
+        found += [s] * (1 << 30 <= s.m * s.n * s.k <= 1 << 37)
+    return tuple(found)
+
+
 SETS = {"alone": SHAPES, "gelu": WITH_GELU, "f32": SINGLE, "encoders": ENCODERS, "narrow": NARROW, "others": OTHERS, "odd": ODD}
 TORCH = {"bf16": torch.bfloat16, "f32": torch.float32, "tf32": torch.float32, "f8e4m3": torch.float8_e4m3fn}
 ERROR = {"f32": 1e-5, "tf32": 5e-4}  # others: of the bf16 result
@@ -174,13 +188,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", choices=("default", "max-autotune", "none"), default="default")
-    parser.add_argument("--only", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--only", nargs="+", choices=(*SETS, "random"), default=list(SETS))
+    parser.add_argument("--seed", type=int, default=0, help="of random sides")
     args = parser.parse_args()
     torch.manual_seed(0)
     print(f"{header()}\n")
     print("| m x n x k | rlx, µs | TFLOP/s | cuBLAS, µs | torch.compile, µs | cuBLAS / rlx | torch.compile / rlx |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for s in (s for name in args.only for s in SETS[name]):
+    for s in (s for name in args.only for s in (drawn(args.seed) if name == "random" else SETS[name])):
         found = measure(s, args.rounds, args.compile if s.gelu else "none")
         own, cublas, compiled = found["rlx"], found["cuBLAS"], found.get("torch.compile")
         rate = 2 * s.m * s.n * s.k / own / 1e12

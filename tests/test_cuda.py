@@ -37,6 +37,7 @@ from rlx.errors import DeviceUnavailableError
 from rlx.ir.evaluate import evaluate
 from rlx.ir.kernel import Buffer, Kernel, Load, Store, Var, const, k, linear
 from rlx.ir.program import Program, kernel_labels
+from rlx.ir.target import Rows
 
 HOPPER = target("sm_90a")
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install rlx[cuda]")
@@ -103,7 +104,7 @@ def product(m: int, n: int, depth: int, dtype: str = "bf16") -> Kernel:
 def unaligned(m: int, n: int, depth: int) -> Kernel:
     """A product whose operands lie in rows that bulk copies cannot take, as where another program shares the weights."""
     made = graph(lambda g: g.input("x", (m, depth), "bf16") @ rlx.transpose(g.input("y", (n, depth), "bf16"), (1, 0)))
-    (step,) = lower(made, replace(HOPPER, row_multiple=lambda node: 1), rlx.CompileOptions()).steps
+    (step,) = lower(made, replace(HOPPER, rows=lambda node: Rows()), rlx.CompileOptions()).steps
     return step.kernel
 
 
@@ -316,8 +317,8 @@ def test_blocks_share_the_places_of_sums_by_index(dims, chosen, axis):
     groups = math.prod(dims) // dims[axis] // found.vector
     assert math.gcd(8, *dims[1:][-1:]) % found.vector == 0 and found.blocks >= 25
     assert found.blocks == -(-dims[axis] // found.rows) * -(-groups // found.groups)
-    marks = -(-math.prod(chosen) // 32) if math.prod(chosen) >= 4096 else 0  # a bit for each index, of each block
-    assert (found.words_each, found.counters) == (marks, found.blocks * marks + 2 if marks else 0)
+    marks = -(-math.prod(chosen) // (32 * found.grain)) if math.prod(chosen) >= 4096 else 0  # of each block, of some indices each
+    assert (found.words_each, found.counters) == (marks, found.blocks * marks + 3 if marks else 0)
     assert cubin(text_of(found, "kernel"), "sm_80")
 
 
@@ -462,7 +463,7 @@ def test_columns_are_reduced_by_adjacent_lanes():
 
 
 def test_a_team_has_read_what_one_of_its_threads_overwrites():
-    given = lambda g: (g.input(n, (2, many), t) for n, many, t in (("x", 9000, "f32"), ("i", 2000, "i32"), ("u", 2000, "f32")))  # noqa: E731
+    given = lambda g: (g.input(n, (99, many), t) for n, many, t in (("x", 9000, "f32"), ("i", 2000, "i32"), ("u", 2000, "f32")))  # noqa: E731
     text = text_of(launch_of(one(lambda g: rlx.scatter_elements(*given(g), axis=1, mode="add")), "sm_90a"), "kernel")
     lines = [line.strip() for line in text[text.index("extern") :].splitlines()]
     (added,) = [n for n, line in enumerate(lines) if line.startswith("if (t") and "l0[" in line]

@@ -1,4 +1,4 @@
-"""Scatters of few updates a line on a GPU: the kernel in which each place looks at all updates, interpreted, against numpy."""
+"""Scatters on a GPU. Of few updates a line, the kernel in which each place looks at all updates, interpreted, against numpy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 import rlx
 from rlx.backends.cuda.backend import target
 from rlx.backends.cuda.code import launch_of, text_of
-from rlx.backends.cuda.scatter import FEW_PICKS, scatter_of
+from rlx.backends.cuda.gpu import refusal
+from rlx.backends.cuda.scatter import FEW_PICKS, MARKS, ScatterLaunch, scatter_of
 from rlx.backends.ref.interpret import run_kernel
 from rlx.compiler import lower
 from rlx.ir.kernel import Kernel, Loop
 from tests.cuda_kernels import reports
 
+on_gpu = pytest.mark.skipif(refusal() is not None, reason=f"no GPU: {refusal()}")
 FUNCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "replace": lambda old, new: new, "add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum,
 }  # fmt: skip
@@ -81,6 +83,44 @@ def test_indices_out_of_range_fail(dims, axis, count):
 
 def test_many_updates_of_long_lines_are_not_looked_at():
     assert scatter_of(kernel_of((1 << 14, 256), 0, 64, "add", "f32"))
+
+
+@pytest.mark.parametrize("dims, count, grain", [((4096,), 4096, 2), ((1 << 21,), 1 << 19, 8), ((1 << 24,), 1 << 22, 256)])
+def test_marks_of_many_updates_are_of_some_together(dims: tuple[int, ...], count: int, grain: int) -> None:
+    found = launch_of(kernel_of(dims, 0, count, "replace", "f32"))
+    assert isinstance(found, ScatterLaunch) and found.grain == grain and found.blocks * found.words_each <= MARKS
+
+
+def test_blocks_share_lines_with_indices_of_their_own() -> None:
+    pytest.importorskip("cuda.core")
+    found = launch_of(kernel_of((4, 1, 1 << 20), 2, 768, "add", "f32"))
+    assert isinstance(found, ScatterLaunch) and found.blocks == 4 * 512 and found.groups == found.vector == 1
+    (report,) = reports(text_of(found, "kernel"), "sm_90a").values()
+    assert not found.words_each and not report.spilled
+    assert not isinstance(launch_of(kernel_of((400, 100_000), 1, 768, "add", "f32")), ScatterLaunch), "lines for all blocks"
+    assert not isinstance(launch_of(kernel_of((4, 1 << 20), 1, 5, "add", "f32")), ScatterLaunch), "places look at few updates"
+
+
+@on_gpu
+@pytest.mark.parametrize("dims, axis, count", [((1_300_000,), 0, 200_000), ((3, 700_000), 1, 9000), ((100_000, 8), 0, 50_000)])
+@pytest.mark.parametrize("mode", ["replace", "add"])
+def test_many_updates_of_many_places_are_right(dims: tuple[int, ...], axis: int, count: int, mode: str) -> None:
+    """Of the first, more blocks wait for marks than a GPU has at once."""
+    some, rng = (*dims[:axis], count, *dims[axis + 1 :]), np.random.default_rng(0)
+    g = rlx.Graph("scatter")
+    x, at, u = g.input("x", dims, "f32"), g.input("i", some, "i64"), g.input("u", some, "f32")
+    g.set_outputs([rlx.scatter_elements(x, at, u, axis=axis, mode=mode)])
+    given = {"x": rng.integers(-9, 10, dims).astype(np.float32), "u": rng.integers(-9, 10, some).astype(np.float32)}
+    given["i"] = rng.integers(0, dims[axis], some)
+    wanted, places = given["x"].copy(), list(np.indices(some))
+    places[axis] = given["i"]
+    if mode == "add":
+        np.add.at(wanted, tuple(places), given["u"])
+    else:
+        wanted[tuple(places)] = given["u"]  # the last of equal ones
+    compiled = rlx.Session("cuda").compile(g)
+    for _ in range(2):
+        np.testing.assert_array_equal(compiled.run(given)[0], wanted)
 
 
 @pytest.mark.parametrize("dims, axis, count", CASES)

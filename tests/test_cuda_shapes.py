@@ -37,7 +37,7 @@ MAPPED = {  # kernels whose shapes once had a few threads: expression, dims of i
     "few short rows": (lambda x: rlx.softmax(x), [(100, 29)], (32, 1, 1, 1)),
     "odd rows": (lambda x, y: x + y, [(19_241, 129), (129,)], (1, 1, 1, 4)),
     "a small odd count": (lambda x: rlx.gelu(x), [(19_441,)], (1, 1, 1, 1)),
-    "few long products": (lambda x, y: x @ y.T, [(3, 19_868), (5, 19_868)], (256, 1, 5, 1)),
+    "a long product": (lambda x, y: x @ y.T, [(1, 19_868), (1, 19_868)], (256, 1, 5, 1)),
     "products of few columns": (lambda x, y: x @ y, [(27_876, 416), (416, 3)], (32, 1, 1, 1)),
     "columns by few": (lambda x, y: x.T @ y, [(512, 12_544), (512, 3)], (4, 32, 1, 1)),
 }
@@ -95,7 +95,7 @@ def odd_product(left, right, dtype="bf16", kind="param", turned=False):
     return graph(build)
 
 
-ODD = {  # products whose rows are no multiples of 16 bytes: arguments of odd_product, copies in each run, and before runs
+ODD = {  # products whose rows bulk copies take slowly or not at all: arguments of odd_product, copies in each run, before runs
     "both known and given": (((65, 1001), (1001, 205)), 1, 1),
     "both given": (((65, 1001), (1001, 205), "f16", "input"), 2, 0),
     "transposed": (((65, 1001), (205, 1001), "f16", "param", True), 1, 1),
@@ -103,7 +103,14 @@ ODD = {  # products whose rows are no multiples of 16 bytes: arguments of odd_pr
     "the left one alone": (((65, 1001), (1001, 208), "bf16", "input"), 1, 0),
     "the right one known: its axes are exchanged": (((65, 1000), (1000, 205)), 0, 1),
     "batches": (((3, 65, 501), (3, 501, 205), "bf16", "input"), 2, 0),
-    "neither": (((65, 1000), (1000, 208)), 0, 0),
+    "neither": (((65, 1000), (1000, 256)), 0, 0),
+    "neither of two that are given": (((65, 1000), (1000, 208), "bf16", "input"), 0, 0),
+    "the right one known: its rows begin between lines": (((65, 1000), (1000, 208)), 0, 1),
+    "the same, transposed": (((65, 1000), (256, 1000), "f16", "param", True), 0, 1),
+    "a short sum, the right one known": (((4096, 72), (72, 208)), 0, 1),
+    "large, the left one": (((1300, 1000), (1000, 1024), "bf16", "input"), 1, 0),
+    "large, both": (((1300, 1000), (1024, 1000), "bf16", "input", True), 2, 0),
+    "few other rows": (((40, 1000), (40000, 1000), "bf16", "input", True), 1, 0),
 }
 
 
@@ -126,6 +133,14 @@ def test_copied_rows_keep_the_product(name):
     made = odd_product(*ODD[name][0])
     given, passed = (integers(*made.inputs), integers(*made.params)), run_passes(made, Compilation(HOPPER, rlx.CompileOptions()))
     np.testing.assert_array_equal(evaluate(passed, *given)[0][0], evaluate(made, *given)[0][0])
+
+
+def test_an_elementwise_kernel_stores_rows_for_the_product():
+    made = graph(lambda g: rlx.relu(g.input("x", (65, 1000), "bf16")) @ g.input("w", (1000, 208), "bf16"))
+    relu, product = lower(made, HOPPER, rlx.CompileOptions()).steps
+    assert relu.kernel.origin != product.kernel.origin and product.kernel.buffers[0].size == 65 * 1024
+    given, passed = integers(*made.inputs), run_passes(made, Compilation(HOPPER, rlx.CompileOptions()))
+    np.testing.assert_array_equal(evaluate(passed, given)[0][0], evaluate(made, given)[0][0])
 
 
 def test_rows_are_not_copied_where_that_gains_nothing():

@@ -32,12 +32,10 @@ def packing(graph: Graph, compilation: Compilation) -> Graph:
 
     packs = {node: shared(packed, node.inputs[1]) for node, packed in packs.items()}
     instead = _look_ups(graph, packs)
-    multiples = {node: _row_multiple(node, graph, compilation) for node in graph.nodes() if node not in packs}
+    copies = {node: found for node in graph.nodes() if node not in packs and any(found := _copies(node, graph, compilation))}
 
     def in_rows(value: Value, multiple: int) -> Value:
         node, key = value.node, (multiple, value)
-        if _has_rows(value, multiple):
-            return value
         if node.op is OPS["transpose"] and seen(node.inputs[0])[1].strides[-1] == 1 == seen(value)[1].strides[-2]:
             return keep(node, (in_rows(node.inputs[0], multiple),))[0]  # other readers of the operand may share the copy
         return made[key] if key in made else made.setdefault(key, _in_rows(value, multiple))
@@ -45,26 +43,34 @@ def packing(graph: Graph, compilation: Compilation) -> Graph:
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         if node in packs:
             return keep(node, (inputs[0], shared(packs[node], inputs[1]), *inputs[2:]))
-        if multiples.get(node, 1) > 1:
-            return keep(node, (*(in_rows(x, multiples[node]) for x in inputs[:2]), *inputs[2:]))
+        if node in copies:
+            return keep(node, (*(in_rows(x, m) if m else x for x, m in zip(inputs, copies[node])), *inputs[2:]))
         return instead[node](inputs) if node in instead else keep(node, inputs)
 
-    return graph.rebuild(new) if packs or max(multiples.values(), default=1) > 1 else graph
+    return graph.rebuild(new) if packs or copies else graph
 
 
-def _row_multiple(node: Node, graph: Graph, compilation: Compilation) -> int:
-    """Target.row_multiple. 1 for weights of programs with states: others of fewer rows share them, and read them as they lie."""
+def _copies(node: Node, graph: Graph, compilation: Compilation) -> tuple[int, int]:
+    """Of the operands of a contraction, the multiple of elements that rows of their copies are apart; 0: as they lie. Weights of
+    programs with states are not copied: others of fewer rows share them, and read them as they lie."""
     if node.op.kind is not Kind.CONTRACT or compilation.is_static(node) or graph.extent is not None:
-        return 1
-    if (multiple := compilation.target.row_multiple(node)) == 1:
-        return 1
-    left, right = (_has_rows(v, multiple) for v in node.inputs[:2])
-    shared = bool(graph.handles) and compilation.is_static(node.inputs[1].node)
-    return 1 if (left and right) or (shared and not right) else multiple
+        return 0, 0
+    rows, (left, right) = compilation.target.rows(node), node.inputs[:2]
+    shared = bool(graph.handles) and compilation.is_static(right.node)
+    if shared and not _has_rows(right, min(rows.left, rows.right)):
+        return 0, 0
+
+    def copied(value: Value, least: int) -> int:
+        known, made = compilation.is_static(value.node), value.node.op.kind is Kind.POINTWISE
+        return 0 if _has_rows(value, rows.best if known else rows.made if made else least) else rows.best
+
+    return copied(left, rows.left), 0 if shared else copied(right, rows.right)
 
 
 def _has_rows(value: Value, multiple: int) -> bool:
     """Whether elements along one of the last two axes are adjacent, and rows of them whole multiples apart."""
+    if multiple == 1:
+        return True
     (_, layout), dims = seen(value), value.shape.static
     apart = [s for s, n in zip(layout.strides, dims) if n > 1]
     near = any(layout.strides[a] == 1 for a in (-1, -2) if dims[a] > 1)

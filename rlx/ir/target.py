@@ -51,8 +51,19 @@ def _unpacked(dtype: str, columns: int = 0) -> tuple[int, int]:
     return 0, 1
 
 
-def _any_row(node: Node) -> int:
-    return 1
+@record
+class Rows:
+    """Elements of which the rows of a contraction's `left` and `right` operand should be whole multiples apart; those of one that
+    an elementwise kernel computes (`made`); those of one known before runs, and of every copy (`best`)."""
+
+    left: int = 1
+    right: int = 1
+    made: int = 1
+    best: int = 1
+
+
+def _any_rows(node: Node) -> Rows:
+    return Rows()
 
 
 def _single(dtype: str) -> int:
@@ -67,8 +78,8 @@ class Target:
     the whole node, else the reason why not; other ops are decomposed or lowered to loops.
     `packs`: op name -> pack(node, its graph, options): the second operand of a contraction or of a claimed node in the form that
     its kernel reads; each run makes it, unless the operand is known before. None: as `panel` says.
-    `row_multiple(node)`: rows of a contraction's operands should be whole multiples of so many elements apart; others are copied
-    into such rows, before runs if they are known then. 1: any rows.
+    `rows(node)`: the rows of a contraction's operands that its kernel reads fast; others are copied into such rows, before runs
+    if they are known then.
     `splits`: op name -> split(node): a node, claimed if the op can be, as smaller ops with more parallelism or
     less traffic; or None.
     `followed`: claimed ops whose kernel supports an epilogue (pointwise ops on its result; products: on finished rows too);
@@ -115,7 +126,7 @@ class Target:
     status_late: bool = False  # each step reports a failed check by itself, and a run ends before any report is read
     natives: Mapping[str, Callable[[Node], str | None]] = field(default_factory=dict, compare=False)
     packs: Mapping[str, Callable[..., Value | None]] = field(default_factory=dict, compare=False)
-    row_multiple: Callable[[Node], int] = field(default=_any_row, compare=False)
+    rows: Callable[[Node], Rows] = field(default=_any_rows, compare=False)
     splits: Mapping[str, Callable[[Node], Value | tuple[Value, ...] | None]] = field(default_factory=dict, compare=False)
     levels: bool = False
     control: bool = False

@@ -181,7 +181,7 @@ def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
             "conv": direct.packs, "dequant_matmul": packed.packs, "segment_matmul": packed.packs, "matmul": products,
             "int8_matmul": products,
         },
-        row_multiple=partial(turned.row_multiple, arch),
+        rows=partial(turned.rows, arch),
         followed=frozenset({"attention", "conv", "dequant_matmul", "segment_matmul"}), computes=_computes,
         pairs=partial(_pairs, arch), factors=pays_to_scale,
         status_late=True, widens=frozenset(f"{a} {b}" for a in ("f16", "bf16") for b in ("f8e4m3", "f8e5m2")),

@@ -84,7 +84,7 @@ class Turn:
         return f"{by}[row] * (__uint_as_float(__byte_perm({word}, 0x4b000000u, 0x7440 + row)) - {less}.0f)"
 
     def header(self) -> str:
-        return (FOLDER / "ring.h").read_text() + self.body()
+        return (FOLDER / "words.h").read_text() + (FOLDER / "ring.h").read_text() + self.body()
 
     def body(self) -> str:
         """blocks.h with the functions of the format."""

@@ -1,18 +1,18 @@
 /* Columns of a product for a few rows, whose elements the lanes of a warp share: COLUMNS of them at a time, AHEAD loads of SIZE
-   elements of each in flight, of which each is replaced as soon as it is used, BATCHES times along the K elements. `rows`: the left
+   elements of each in flight, of which each is replaced as soon as it is used, BATCHES times along the `k` elements. `rows`: the left
    operand, PITCH numbers a row. `from(d, column)`: where an element is. `put(row, column, sum)` for each result, in one lane. Four
    elements are widened at a time: 16 of several columns take too many registers. */
-template <int M, int N, int K, int PITCH, int SIZE, class E, int COLUMNS, int AHEAD, int BATCHES, class A, class W, class P>
-RLX_FN void rlx_columns(const float* rows, const A& from, const W& wide, const P& put, int start, int step, int lane) {
+template <int M, int N, int PITCH, int SIZE, class E, int COLUMNS, int AHEAD, int BATCHES, class A, class W, class P>
+RLX_FN void rlx_columns(const float* rows, int k, const A& from, const W& wide, const P& put, int start, int step, int lane) {
   constexpr int PART = SIZE < 4 ? SIZE : 4;
   E held[AHEAD][COLUMNS][SIZE];
   const auto fetch = [&](int u, int column, int batch) {
     const int d = ((batch * AHEAD + u) * 32 + lane) * SIZE;
     #pragma unroll
     for (int n = 0; n < COLUMNS; n++) {
-      if constexpr (PITCH > K) { /* zeros, since infinity times the zeros behind a row is NaN */
+      if (PITCH > k) { /* zeros, since infinity times the zeros behind a row is NaN */
         for (int v = 0; v < SIZE; v++) held[u][n][v] = 0;
-        if (d >= K) continue;
+        if (d >= k) continue;
       }
       rlx_stream<SIZE>(held[u][n], from(d, column + n < N ? column + n : N - 1));
     }
@@ -56,14 +56,14 @@ RLX_FN void rlx_columns(const float* rows, const A& from, const W& wide, const P
   }
 }
 /* The same where rows are contiguous: a lane has SIZE adjacent columns, and the warps share the elements of columns. */
-template <int M, int N, int K, int PITCH, int SIZE, class E, class A, class W, class P>
-RLX_FN void rlx_rows(const float* rows, const A& from, const W& wide, const P& put, int slot, int warp, int lane) {
+template <int M, int N, int PITCH, int SIZE, class E, class A, class W, class P>
+RLX_FN void rlx_rows(const float* rows, int k, const A& from, const W& wide, const P& put, int slot, int warp, int lane) {
   constexpr int WARPS = 8, WIDE = 32 * SIZE;
   const int column = (slot * 32 + lane) * SIZE;
   float sum[M][SIZE] = {};
   if (column < N) {
     #pragma unroll 8
-    for (int d = warp; d < K; d += WARPS) {
+    for (int d = warp; d < k; d += WARPS) {
       E held[SIZE];
       rlx_fetch<SIZE>(held, from(d, column));
       float w[SIZE];

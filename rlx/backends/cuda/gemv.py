@@ -3,7 +3,8 @@
 A block first puts its rows of the left operand into shared memory; they may be computed there (a norm before the product). If
 columns of the right operand are contiguous, each warp takes some of them at a time and its lanes share the summed axis: a lane
 has a batch of 16-byte loads in flight, and replaces each as soon as it has used it. If rows are contiguous, each lane has
-adjacent columns and the warps share the summed axis. Sums are in a fixed order. (gemv_ring.py is faster where it applies.)
+adjacent columns and the warps share the summed axis. Where columns are too few for all multiprocessors, blocks share it, too: the
+last of them adds what the others tell it, in a fixed order. (gemv_ring.py is faster where it applies.)
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from rlx.ir.kernel import Computed, Contract, Expr, Kernel, Load, Loop, Operand,
 from rlx.records import record
 
 MOST_ROWS = 8
+MORE_ROWS, NARROW = 16, 64  # of few columns that tensor cores do not take, whose summed axis blocks share
 THREADS, WARPS = 256, 8
 MOST_COLUMNS = 4  # of a warp at a time
 IN_FLIGHT, FEWER = 16, 8  # loads of a lane; with more rows, whose sums take registers, or of f32, where 16 spill
 RESIDENT = 2  # blocks of a multiprocessor
 SHARED_BYTES = 160 << 10
 BYTES = 16  # of one load
+MOST_SHARES, LEAST, UNIT = 32, 128, 32  # blocks that share the summed axis; elements of it that a block has, and a multiple
+LONG, HEARD = 1 << 15, 16  # elements of an axis that twice as many share; sums that a thread hears at once
 EIGHT = (f8e4m3, f8e5m2)
 
 
@@ -40,10 +44,12 @@ class GemvLaunch(Launch):
     columns: int = 1  # of a warp at a time
     ahead: int = 1  # loads of a lane from each of its columns at a time
     batches: int = 1  # of these along the summed axis
+    shares: int = 1  # blocks that share the summed axis
+    span: int = 0  # elements of it that a block has
 
     @property
     def blocks(self) -> int:
-        return math.prod(n for _, n in self.kernel.grid) * self.each
+        return math.prod(n for _, n in self.kernel.grid) * self.each * self.shares
 
     @property
     def contract(self) -> Contract:
@@ -52,7 +58,7 @@ class GemvLaunch(Launch):
     @property
     def pitch(self) -> int:
         """Elements of a row in shared memory; behind the row are zeros."""
-        return self.batches * self.ahead * 32 * self.size if self.along else self.contract.k
+        return self.batches * self.ahead * 32 * self.size if self.along else self.span
 
 
 def contract_of(kernel: Kernel, most_rows: int, pairs: bool = False, blocks: bool = False) -> Contract | None:
@@ -82,10 +88,14 @@ def few_rows(
     kernel: Kernel, multiprocessors: int = 132, most: int = SHARED_BYTES, segments: Segments | None = None
 ) -> GemvLaunch | None:
     """The launch of a contraction with few rows; None: it is none. `most`: bytes of shared memory of a block."""
-    c = contract_of(kernel, MOST_ROWS)
+    c = contract_of(kernel, MORE_ROWS)
     if c is None or not isinstance(c.b, Operand):
         return None
     along = c.b.row_stride == 1 or c.k == 1
+    if c.m > MOST_ROWS:
+        tensor = min(c.m, c.n) >= MORE_ROWS and not (c.k % 8 or (not along and c.n % 8))
+        if c.n > NARROW or c.b.dtype.itemsize != 2 or tensor:
+            return None
     apart = not along and c.b.col_stride != 1 and c.n > 1
     if apart and not segments:
         return None
@@ -98,12 +108,21 @@ def few_rows(
     blocks = max(1, RESIDENT * multiprocessors // points)
     rounds = -(-c.n // (blocks * WARPS * MOST_COLUMNS))
     columns = -(-c.n // (blocks * WARPS * rounds)) if along else 1
-    chunks = -(-c.k // (32 * size))
-    batches = -(-chunks * columns // (IN_FLIGHT if c.m == 1 and item < 4 else FEWER))
     tiles = -(-c.n // (WARPS * columns if along else 32 * size))
+    each = min(tiles, blocks) if along else tiles
+    whole = segments or kernel.limits or isinstance(c.a, Computed)
+    most_shares = 1 if whole else MOST_SHARES * (2 if c.k >= LONG else 1)
+    shares = max(1, min(most_shares, multiprocessors // (points * each), c.k // LEAST))
+    unit = UNIT * size if along else UNIT
+    span = c.k if shares == 1 else -(-c.k // (shares * unit)) * unit
+    shares, chunks = -(-c.k // span), -(-span // (32 * size))
+    if (c.m > MOST_ROWS and shares == 1) or c.m == c.n == 1 < shares:
+        return None
+    batches = -(-chunks * columns // (IN_FLIGHT if c.m == 1 and item < 4 else FEWER))
     found = GemvLaunch(
-        kernel, THREADS, THREADS, along=along, size=size, each=min(tiles, blocks) if along else tiles, columns=columns,
-        ahead=-(-chunks // batches), batches=batches, segments=segments,
+        kernel, THREADS, THREADS, along=along, size=size, each=each, columns=columns, ahead=-(-chunks // batches),
+        batches=batches, segments=segments, shares=shares, span=span,
+        counters=2 * points * shares * c.m * c.n if shares > 1 else 0,
     )  # fmt: skip
     held = sum(-(-x.size * x.dtype.itemsize // 16) * 16 for x in kernel.locals) + 4 * c.m * found.pitch
     return replace(found, shared=held) if held <= min(most, SHARED_BYTES) else None
@@ -114,8 +133,14 @@ class GemvWriter(CudaWriter):
 
     def coordinates(self) -> Iterator[str]:
         yield f"const int me = threadIdx.x % {self.launch.team}, warp = threadIdx.x / 32, lane = threadIdx.x % 32;"
-        yield f"rlx_index point = blockIdx.x / {self.launch.each};"
-        yield f"const int slot = blockIdx.x % {self.launch.each};"
+        at = self.launch
+        yield f"rlx_index point = blockIdx.x / {at.each * at.shares};"
+        yield f"const int slot = blockIdx.x{f' / {at.shares}' * (at.shares > 1)} % {at.each};"
+        if at.shares > 1:  # elements first <= d < first + many of the summed axis
+            k, span = at.contract.k, at.span
+            yield f"const int share = blockIdx.x % {at.shares}, first = share * {span};"
+            yield f"const int many = {k} - first < {span} ? {k} - first : {span};"
+            yield "const rlx_index of_point = point;"
         yield from self.divided()
 
     def declare_locals(self) -> None:
@@ -133,28 +158,41 @@ class GemvWriter(CudaWriter):
             return super().statement(s)
         at, o, m = self.launch, s.b, self.limit(s.i, s.m) or str(s.m)
         assert isinstance(o, Operand)
+        first, many = ("first + ", "many") if at.shares > 1 else ("", str(s.k))
         self.stage(s)
         self.line("__syncthreads();")
         with self.alone():
             with self.lambda_("const auto from = [&](int d, int column) {"):
-                self.line(f"return {self.address(o, 'd', 'column')};")
+                self.line(f"return {self.address(o, f'{first}d', 'column')};")
             self.declare_wide(o, min(4, at.size))
             with self.lambda_("const auto put = [&](int row, int column, float all) {"):
                 self.line(f"if (row >= {m}) return;")
+                if at.shares > 1:
+                    self.exchange(s)
                 self.names[s.i], self.names[s.j] = self.fix("i", index_, "row"), self.fix("j", index_, "column")
                 self.names[s.acc] = "all"
                 self.block(s.epilogue)
-        how = f"{s.m}, {s.n}, {s.k}, {at.pitch}, {at.size}, {CUDA.element(o.dtype)}"
+        how = f"{s.m}, {s.n}, {at.pitch}, {at.size}, {CUDA.element(o.dtype)}"
         if at.along:
             start, step = f"(slot * {WARPS} + warp) * {at.columns}", at.each * WARPS * at.columns
             how += f", {at.columns}, {at.ahead}, {at.batches}"
-            self.line(f"rlx_columns<{how}>(rows, from, wide, put, {start}, {step}, lane);")
+            self.line(f"rlx_columns<{how}>(rows, {many}, from, wide, put, {start}, {step}, lane);")
         else:
-            self.line(f"rlx_rows<{how}>(rows, from, wide, put, slot, warp, lane);")
+            self.line(f"rlx_rows<{how}>(rows, {many}, from, wide, put, slot, warp, lane);")
         return None
 
+    def exchange(self, c: Contract) -> None:
+        """The last of the blocks that share the summed axis adds the sums of the others, which started before it."""
+        at, results = self.launch, c.m * c.n
+        place = f"of_point * {at.shares * results} + row * {c.n} + column"
+        self.line(f"uint64_t* const word = (uint64_t*)rlx_counters + {place};")
+        self.line(f"if (share < {at.shares - 1}) return rlx_tell(word + share * {results}, all);")
+        for n in range(0, at.shares - 1, HEARD):
+            self.line(f"rlx_hear<{min(HEARD, at.shares - 1 - n)}>(all, word + {n * results}, {results});")
+
     def function(self, name: str, member: bool = False) -> str:
-        return "".join((Path(__file__).parent / x).read_text() for x in self.headers) + super().function(name, member)
+        headers = ("words.h",) * (self.launch.shares > 1) + self.headers
+        return "".join((Path(__file__).parent / x).read_text() for x in headers) + super().function(name, member)
 
     def at(self, step: str) -> str:
         """Where element `step` of a row is staged: the first 4 of every load, then the next, so that lanes read adjacent ones."""
@@ -165,6 +203,8 @@ class GemvWriter(CudaWriter):
 
     def stage(self, c: Contract) -> None:
         rows = self.limit(c.i, c.m) if self.launch.segments else None  # behind those of a group there may be none
+        if self.launch.shares > 1:
+            return self.stage_shares(c)
         with self.scope([f"for (int r = 0; r < {rows or c.m}; r++) {{"]):
             self.names[c.i], last = "(rlx_index)r", loops_of(c)[-1]
             self.alive.append(last.reduces[0].value)
@@ -177,6 +217,22 @@ class GemvWriter(CudaWriter):
                 with self.scope([f"for (int {name} = {c.k} + me; {name} < {self.launch.pitch}; {name} += {THREADS}) {{"]):
                     self.line(f"rows[r * {self.launch.pitch} + {self.at(name)}] = 0;")
             self.exchanged(*(c.a.before if isinstance(c.a, Computed) else ()), *last.body)
+
+    def stage_shares(self, c: Contract) -> None:
+        """The block's elements of all rows together, with zeros behind them."""
+        at, last = self.launch, loops_of(c)[-1]
+        size, name = 4 if c.k % 4 == 0 else 1, self.name(last.var, "i")
+        each = at.pitch // size
+        loop = f"for (int e = me; e < {c.m * each}; e += {THREADS}) {{"
+        with self.scope(["#pragma unroll 4", loop]), self.alone():
+            self.names[c.i] = "(rlx_index)r"
+            self.line(f"const int r = e / {each}, at = e % {each} * {size};")
+            self.line(f"const int {name}_0 = first + at;")
+            self.line(f"float staged[{size}] = {{}};")
+            with self.scope(["if (at < many) {"]):
+                value = last.reduces[0].value
+                self.in_vectors(last.body, [value], last.var, size, f"{name}_0", lambda v: self.line(f"staged[v] = {v[0]};"))
+            self.line(f"rlx_put<{size}>(rows + r * {at.pitch} + {self.at('at')}, staged);")
 
     def stage_row(self, body: Sequence[Stmt], value: Expr, column: Var) -> None:
         """Elements of row r, as many adjacent ones by a thread as lets all threads work and their loads start together."""

@@ -404,7 +404,7 @@ class BlocksWriter(AheadWriter):
             self.line(f"rlx_hear<{at.shares - 1}>({name}, word + {own + n * each}, {own});")
 
     def function(self, name: str, member: bool = False) -> str:
-        plain = (FOLDER / "ring.h").read_text() if self.launch.plain else ""
+        plain = "".join((FOLDER / x).read_text() for x in ("words.h", "ring.h")) if self.launch.plain else ""
         return (plain or turn_of(self.weights.blocks).header()) + super().function(name, member)
 
 

@@ -1,15 +1,22 @@
 
-/* Marks the picks of each block's places, of which each of `groups` runs of `tiles` blocks has `rows`: a bit of its WORDS. The first
-   blocks look at all picks; every block waits for these, which started earlier. Words are zero between launches. */
-template <int T, int WORDS, class L, class P>
+/* Marks the picks of each block's places, of which each of `groups` runs of `tiles` blocks has `rows`: a bit of its WORDS for GRAIN picks.
+   Blocks take parts of the picks as they start, so that no block waits for one that cannot start. Words are zero between launches. */
+template <int T, int WORDS, int GRAIN, class L, class P>
 RLX_FN void rlx_mark(unsigned* marks, unsigned block, unsigned blocks, int count, int rows, int tiles, int groups, L look, P place) {
-  const unsigned several = (count + T - 1) / T, makers = several < blocks ? several : blocks;
-  unsigned *const made = marks + (size_t)blocks * WORDS, *const left = made + 1;
-  if (block < makers) {
-    for (int pick = block * T + threadIdx.x; pick < count; pick += makers * T) {
-      const rlx_index at = place(pick, look(pick));
+  constexpr int PART = 4 * T;
+  const unsigned parts = (count + PART - 1) / PART;
+  unsigned *const taken = marks + (size_t)blocks * WORDS, *const made = taken + 1, *const left = taken + 2;
+  __shared__ unsigned part;
+  while (true) {
+    if (threadIdx.x == 0) part = atomicAdd(taken, 1u);
+    __syncthreads();
+    if (part >= parts) break;
+    #pragma unroll
+    for (int n = 0; n < PART / T; n++) {
+      const int pick = part * PART + n * T + threadIdx.x;
+      const rlx_index at = pick < count ? place(pick, look(pick)) : -1;
       for (int g = 0; g < groups && at >= 0; g++)
-        atomicOr(marks + ((size_t)g * tiles + at / rows) * WORDS + pick / 32, 1u << pick % 32);
+        atomicOr(marks + ((size_t)g * tiles + at / rows) * WORDS + pick / GRAIN / 32, 1u << pick / GRAIN % 32);
     }
     __threadfence();
     __syncthreads();
@@ -18,8 +25,8 @@ RLX_FN void rlx_mark(unsigned* marks, unsigned block, unsigned blocks, int count
   if (threadIdx.x == 0) {
     unsigned seen;
     do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(made) : "memory");
-    while (seen < makers);
-    if (atomicAdd(left, 1u) == blocks - 1) *made = 0, *left = 0;
+    while (seen < parts);
+    if (atomicAdd(left, 1u) == blocks - 1) *taken = 0, *made = 0, *left = 0;
   }
   __syncthreads();
 }
@@ -27,74 +34,79 @@ RLX_FN void rlx_mark(unsigned* marks, unsigned block, unsigned blocks, int count
 /* Sums of the places from `first` to `end`, MOST at most, of V adjacent columns for each thread: a block of T threads has C groups of
    columns, and R places at once. begin(i, sum), then op(sum, values) of added(pick, values) for each of `count` picks that place(pick,
    look(pick)) puts there, in order, AHEAD loaded at a time, then finish(i, sum). The picks of all places are found first; if there is no
-   room for them, those of R places at a time. With WORDS, `marks` has a bit for each pick, of those that one of the places has. */
-template <int T, int C, int R, int V, int AHEAD, int MOST, int WORDS, class S, class B, class L, class P, class A, class O, class E>
+   room for them, those of R places at a time. With WORDS, `marks` has a bit for each GRAIN picks of which one of the places has some. */
+template <int T, int C, int R, int V, int AHEAD, int MOST, int WORDS, int GRAIN, class S, class B, class L, class P, class A, class O, class E>
 RLX_FN void rlx_scatter(int first, int end, int count, unsigned* marks, bool own, B begin, L look, P place, A added, O op, E finish) {
-  constexpr int ROOM = 2048, EACH = 8, ROWS = T / C, U = R / ROWS;
+  constexpr int ROOM = 2048, EACH = WORDS ? 4 : 8, ROWS = T / C, U = R / ROWS;
   static_assert(T * EACH <= ROOM, "the picks that are read at once");
-  __shared__ int picks[ROOM], counts[T / 32];
+  __shared__ int picks[ROOM], listed[WORDS ? ROOM : 1], counts[T / 32]; /* listed: groups of picks with a mark */
   __shared__ short rows[ROOM], next[ROOM], head[MOST], last[MOST];  /* next: of the same row; head, last: of each row, -1: none */
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   /* Finds the picks of places from `low` to `high`, from pick number `from` on, until there is no more room. Returns where it ended. */
   const auto find = [&](int low, int high, int from) {
-    int found = 0;
+    int found = 0, at = 0, many = 0; /* of the picks to look at, `many` from `from` on or as listed, those in front of number `at` are done */
+    const auto number = [&](int n) { return WORDS ? listed[n / GRAIN] * GRAIN + n % GRAIN : from + n; };
     __syncthreads();
     for (int r = threadIdx.x; r < high - low; r += T) head[r] = last[r] = -1;
-    while (WORDS && from < count) {
-      __shared__ int before_next;
-      const int word = from / 32 + threadIdx.x;
-      unsigned bits = 0;
-      if (word < WORDS) asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(bits) : "l"(marks + word) : "memory");
-      int all, to = found + rlx_chosen_before<T>(__popc(bits), all);
-      const bool fits = to + __popc(bits) <= ROOM;
-      const int words = __syncthreads_count(fits); /* the first ones */
-      if (threadIdx.x == words) before_next = to;
-      for (; fits && bits; bits &= bits - 1) picks[to++] = word * 32 + __ffs(bits) - 1;
-      __syncthreads();
-      found = words < T ? before_next : found + all, from += words * 32;
-      if (words < T) break;
-    }
-    for (int m = threadIdx.x; WORDS && m < found; m += T) {
-      const rlx_index at = place(picks[m], look(picks[m]));
-      rows[m] = at >= low && at < high ? (short)(at - low) : -1;
-    }
-    for (; !WORDS && from < count; from += T * EACH) {
-      const int own = from + warp * EACH * 32 + lane;
-      decltype(look(0)) seen[EACH]; /* all of them, before a check of the first divides the program */
-      #pragma unroll
-      for (int n = 0; n < EACH; n++) seen[n] = look(own + n * 32 < count ? own + n * 32 : 0);
-      unsigned here[EACH];
-      int row[EACH], sum = 0;
-      #pragma unroll
-      for (int n = 0; n < EACH; n++) {
-        const int pick = own + n * 32;
-        const rlx_index at = pick < count ? place(pick, seen[n]) : -1;
-        row[n] = at >= low && at < high ? (int)at - low : -1;
+    while (at == many && from < count) {
+      int after = count;
+      at = 0, many = count - from;
+      if (WORDS) {
+        __shared__ int before_next;
+        const int begun = from / (32 * GRAIN), word = begun + threadIdx.x;
+        unsigned bits = 0;
+        if (word < WORDS) asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(bits) : "l"(marks + word) : "memory");
+        if (threadIdx.x == 0) bits &= ~0u << from / GRAIN % 32;
+        int all, to = rlx_chosen_before<T>(__popc(bits), all);
+        const bool fits = to + __popc(bits) <= ROOM;
+        const int words = __syncthreads_count(fits); /* the first ones */
+        if (threadIdx.x == words) before_next = to;
+        for (; fits && bits; bits &= bits - 1) listed[to++] = word * 32 + __ffs(bits) - 1;
+        __syncthreads();
+        many = (words < T ? before_next : all) * GRAIN, after = (begun + words) * 32 * GRAIN;
       }
-      #pragma unroll
-      for (int n = 0; n < EACH; n++) here[n] = __ballot_sync(0xffffffffu, row[n] >= 0), sum += __popc(here[n]);
-      if (lane == 0) counts[warp] = sum;
-      __syncthreads();
-      int at = found, all = 0;
-      #pragma unroll 2
-      for (int w = 0; w < T / 32; w++) {
-        if (w < warp) at += counts[w];
-        all += counts[w];
+      for (; at < many; at += T * EACH) {
+        const auto own = [&](int n) {
+          const int next = at + (warp * EACH + n) * 32 + lane;
+          return next < many ? number(next) : count;
+        };
+        int row[EACH], sum = 0;
+        decltype(look(0)) seen[EACH]; /* all of them, before a check of the first divides the program */
+        #pragma unroll
+        for (int n = 0; n < EACH; n++) seen[n] = look(own(n) < count ? own(n) : 0);
+        unsigned here[EACH];
+        #pragma unroll
+        for (int n = 0; n < EACH; n++) {
+          const rlx_index place_of = own(n) < count ? place(own(n), seen[n]) : -1;
+          row[n] = place_of >= low && place_of < high ? (int)place_of - low : -1;
+        }
+        #pragma unroll
+        for (int n = 0; n < EACH; n++) here[n] = __ballot_sync(0xffffffffu, row[n] >= 0), sum += __popc(here[n]);
+        if (lane == 0) counts[warp] = sum;
+        __syncthreads();
+        int to = found, all = 0;
+        #pragma unroll 2
+        for (int w = 0; w < T / 32; w++) {
+          if (w < warp) to += counts[w];
+          all += counts[w];
+        }
+        __syncthreads();
+        if (found + all > ROOM) break;
+        #pragma unroll
+        for (int n = 0; n < EACH; n++) {
+          const int mine = to + __popc(here[n] & ((1u << lane) - 1));
+          if (row[n] >= 0) picks[mine] = own(n), rows[mine] = (short)row[n];
+          to += __popc(here[n]);
+        }
+        found += all;
       }
-      __syncthreads();
-      if (found + all > ROOM) break;
-      #pragma unroll
-      for (int n = 0; n < EACH; n++) {
-        const int to = at + __popc(here[n] & ((1u << lane) - 1));
-        if (row[n] >= 0) picks[to] = own + n * 32, rows[to] = (short)row[n];
-        at += __popc(here[n]);
-      }
-      found += all;
+      from = at < many ? number(at) : after;
+      if (at >= many) at = many;
     }
     __syncthreads();
     if (warp == 0) {
       for (int m = lane; m - lane < found; m += 32) {
-        const int row = m < found && rows[m] >= 0 ? rows[m] : -1 - lane;
+        const int row = m < found ? rows[m] : -1 - lane;
         const unsigned same = __match_any_sync(0xffffffffu, row), below = same & ((1u << lane) - 1);
         if (row >= 0) {
           const int before = below ? m - lane + 31 - __clz(below) : last[row];

@@ -25,15 +25,19 @@ FEW_PICKS, FEW_LOOKS = 8, 1 << 25  # updates of a line that each of its places l
 PLACES, ENOUGH = 8, 1 << 15  # of a thread that looks, if there are as many threads
 LEAST, PICKS = 1 << 14, 256  # updates, or places, that are worth several blocks; indices that one block takes too long for
 MARKED, MARKS = 4096, 1 << 22  # indices from which on a block reads marks of its own in place of all; words of all marks, at most
+GRAINS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # indices of a mark
+FEW_LINES, MANY_PLACES = 264, 256  # lines with indices of their own that blocks share, if each has as many places for each line
 COMBINED = ("add", "mul", "max", "min")
 
 
 @record
 class ScatterLaunch(Launch):
     """A block has `rows` places, `at_once` at a time, of `groups` groups of `vector` adjacent points, each of a thread; `tiles`
-    blocks have all places of these points. `words_each`: of a block, with marks of the indices that it needs; 0: it reads all."""
+    blocks have all places of these points. `words_each`: of a block, with marks of the indices that it needs, one for `grain` of
+    them; 0: it reads all."""
 
     words_each: int = 0
+    grain: int = 1
     groups: int = 0
     rows: int = 0
     at_once: int = 0
@@ -103,8 +107,10 @@ def _loaded(e: Expr) -> set[object]:
 def _worth(kernel: Kernel) -> Scatter | None:
     """The scatter that several blocks should do; None: there is none, or it is small."""
     found, points = None if kernel.limits else scatter_of(kernel), math.prod(n for _, n in kernel.grid)
-    if not found or not found.of_all or max(found.end.extent, found.count) >= WIDE // 2:
+    if not found or max(found.end.extent, found.count) >= WIDE // 2:
         return None
+    if not found.of_all:  # a block looks at the indices of one line: all blocks of a few lines
+        return found if points <= FEW_LINES and found.end.extent >= MANY_PLACES * points else None
     return found if max(found.count, found.end.extent) * points >= LEAST or found.count >= PICKS else None
 
 
@@ -178,23 +184,24 @@ def scattered(kernel: Kernel) -> ScatterLaunch | None:
     if not found or any(kernel.buffers[read] in found.read for read, _ in may_overlap(kernel)):
         return None
     places, line = found.end.extent, kernel.grid[-1] if kernel.grid else None
-    vector = width(found.end.body, (found.first.value, found.update), *line) if line else 1
+    vector = width(found.end.body, (found.first.value, found.update), *line) if line and found.of_all else 1
     while vector > 1 and points // vector * places < BUSY:
         vector //= 2
-    adjacent = points  # that adjacent threads have, but no others if many places are adjacent in memory
-    if places >= THREADS:
+    adjacent = points if found.of_all else 1  # that adjacent threads have, but no others if many places are adjacent in memory
+    if places >= THREADS and found.of_all:
         adjacent = line[1] if line and coefficient(found.last.index, line[0]) == 1 else 1
     groups = min(GROUPS, 1 << (adjacent // vector - 1).bit_length())
-    while groups < GROUPS and -(-places * groups // THREADS) * -(-points // (vector * groups)) < BLOCKS // 8:
+    while found.of_all and groups < GROUPS and -(-places * groups // THREADS) * -(-points // (vector * groups)) < BLOCKS // 8:
         groups *= 2  # fewer places of a block, whose other threads help to find them
     wanted, each = -(-places * -(-points // (vector * groups)) // BLOCKS), THREADS // groups
-    at_once = each * (max(2, min(4, 16 // vector)) if wanted > each else 1)
+    at_once = each * (max(2, min(4, (8 if found.count >= MARKED else 16) // vector)) if wanted > each else 1)
     rows = min(MOST, -(-wanted // at_once) * at_once)
     at = ScatterLaunch(kernel, 1, THREADS, vector=vector, groups=groups, rows=rows, at_once=at_once, tiles=-(-places // rows))
-    marks = -(-found.count // 32)
-    if found.count < MARKED or at.tiles == 1 or at.blocks * marks > MARKS:
+    words = {grain: -(-found.count // (32 * grain)) for grain in GRAINS}
+    grain = next((n for n in GRAINS if 32 * n * n >= at.tiles and at.blocks * words[n] <= MARKS), None)  # least to read in all
+    if not found.of_all or found.count < MARKED or at.tiles == 1 or grain is None:
         return at
-    return replace(at, words_each=marks, counters=at.blocks * marks + 2)
+    return replace(at, words_each=words[grain], grain=grain, counters=at.blocks * words[grain] + 3)
 
 
 class ScatterWriter(CudaWriter):
@@ -256,8 +263,9 @@ class ScatterWriter(CudaWriter):
         marks = f"rlx_counters + (size_t){self.block_number} * {at.words_each}" if at.words_each else "0"
         if at.words_each:
             blocks = f"{self.block_number}, {at.blocks}, {found.count}, {at.rows}, {at.tiles}, {at.blocks // at.tiles}"
-            self.line(f"; rlx_mark<{at.threads}, {at.words_each}>(rlx_counters, {blocks}, look, place);")
-        sizes = f"{at.threads}, {at.groups}, {at.at_once}, {at.vector}, {ahead}, {min(MOST, at.rows)}, {at.words_each}, {kind}"
+            self.line(f"; rlx_mark<{at.threads}, {at.words_each}, {at.grain}>(rlx_counters, {blocks}, look, place);")
+        sizes = f"{at.threads}, {at.groups}, {at.at_once}, {at.vector}, {ahead}, {min(MOST, at.rows)}"
+        sizes += f", {at.words_each}, {at.grain}, {kind}"
         lambdas = f"begin, look, place, added, {combined}, finish"
         self.line(f"; rlx_scatter<{sizes}>(first, end, {found.count}, {marks}, own, {lambdas});")
 

@@ -24,7 +24,7 @@ from rlx.backends.cuda.schedule import Launch, Segments, TensorMap, busy_points
 from rlx.backends.cuda.tensor_rows import LEAST_COLUMNS, LEAST_ROWS, PART, Parts, factor_of, parts_of, unscaled
 from rlx.backends.cuda.vectors import aligned, width
 from rlx.ir.dtype import as_dtype, f32
-from rlx.ir.kernel import Alu, Const, Contract, Expr, Kernel, Operand, Store, Var, coefficient, const, walk
+from rlx.ir.kernel import Alu, Computed, Const, Contract, Expr, Kernel, Operand, Store, Var, coefficient, const, walk
 from rlx.ir.nest import substitute
 from rlx.records import record
 
@@ -53,6 +53,8 @@ AT_WORK = 8  # tiles of rows, or columns, that are walked together, so that bloc
 FLOPS = 4096  # multiply-adds of 16-bit floats count as two
 BYTES, LOADED = 58, 8  # by bulk copies and by threads, while all multiprocessors fetch
 ACROSS = 0.37  # of the bytes of boxes that begin inside a line of memory, in addition
+SECTOR = 32  # bytes that memory gives at once
+BETWEEN_LINES, BETWEEN_SECTORS = 1.8, 2.3  # times as long for boxes whose rows begin between these, of long sums
 PASSED = 133  # bytes to and from shared memory
 LATENCY = 2230  # of a bulk copy, beside others
 EPILOGUE = 4.8, 2.3  # elements, of both multiplying groups and of one
@@ -170,7 +172,7 @@ class Tiling:
         _, rounds, shared = self.rounds(points * math.prod(self.tiles(c)), multiprocessors)
         inside = 1 - math.gcd(self.columns, CHUNK) / CHUNK if self.spare else 0  # of the tiles
         columns = (min(self.columns, c.width) + self.spare) * (1 + ACROSS * inside)
-        fetched = (min(self.rows, c.m) + columns) * LINE
+        fetched = (min(self.rows, c.m) * slowness(c, c.a) + columns * slowness(c, c.b)) * LINE
         read = (self.rows + self.columns * self.rows // 64) * LINE  # 64 rows at once
         copied = fetched / LOADED if by_threads else max(fetched / BYTES, LATENCY / max(1, self.stages - 1))
         # as many cycles for any size of elements
@@ -223,6 +225,14 @@ def itemsize(c: Contract) -> int:
 def depth(c: Contract) -> int:
     """Elements of the summed axis in a stage."""
     return LINE // itemsize(c)
+
+
+def slowness(c: Contract, o: Operand | Computed) -> float:
+    """How many times as long copies of an operand's boxes take as those of whole lines."""
+    if not isinstance(o, Operand) or 1 not in (o.row_stride, o.col_stride) or -(-c.k // depth(c)) < SOME_STEPS:
+        return 1
+    pitch = o.dtype.itemsize * max(o.row_stride, o.col_stride)
+    return BETWEEN_SECTORS if pitch % SECTOR else BETWEEN_LINES if pitch % LINE else 1
 
 
 def promoted(c: Contract) -> bool:

@@ -1,5 +1,5 @@
-"""Operands of products in the memory layout that bulk copies and tensor cores take: rows of whole multiples of 16 bytes, and
-numbers of 8 and of 32 bits along the summed axis only."""
+"""Operands of products in the memory layout that bulk copies and tensor cores take: rows of whole multiples of 16 bytes, better
+of 128, and numbers of 8 and of 32 bits along the summed axis only."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from rlx.backends.shared.packed import is_known
 from rlx.ir.dtype import bf16, f16, f32
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.ops import pack
+from rlx.ir.target import Rows
 
 LEAST = 16  # rows and columns of products on tensor cores
-ROW = 8  # elements of 16 bits
+ROW, SECTOR, LINE = 8, 16, 64  # elements of 16 bits that bulk copies need, and that memory brings at once
 LARGE = 1 << 23  # multiply-adds, from which on copies of both operands take less time than loads by threads
+# multiply-adds and rows of the other operand, from which on copies pay where both are given, and rows begin inside sectors
+LARGER, OTHERS = 1 << 30, 320
 SHORT, FEW = 128, 1 << 17  # products of a sum, for fewer of which no more elements than that are copied in a run
 MANY = 1 << 32  # multiply-adds, from which on a kernel that exchanges axes in each run takes less than it saves
 
@@ -33,16 +36,21 @@ def packs(arch: str, node: Node, graph: Graph, options: Any) -> Value | None:
     return pack(right, layout=tuple((axis, 1) for axis in axes))  # type: ignore[return-value]
 
 
-def row_multiple(arch: str, node: Node) -> int:
-    """Target.row_multiple: of products on tensor cores whose operands threads would have to load."""
+def rows(arch: str, node: Node) -> Rows:
+    """Target.rows: of products on tensor cores, whose operands bulk copies should bring. They take up to 1.8 times as long where
+    rows begin inside a sector of memory (32 bytes)."""
     if arch != "sm_90a" or node.op.name != "matmul":
-        return 1
+        return Rows()
     (left, right), size = node.inputs, node.shapes[0].num_elements * node.inputs[0].shape.static[-1]
     narrow = left.dtype in (f16, bf16) and right.dtype == left.dtype
-    if right.rank < 2 or not narrow or size < LARGE or min(_rows(left, right), *right.shape.static[-2:]) < LEAST:
-        return 1
+    if right.rank < 2 or not narrow or size < LARGE or min(m := _rows(left, right), *right.shape.static[-2:]) < LEAST:
+        return Rows()
     copied = sum(v.shape.num_elements for v in (left, right) if not is_known(v))
-    return 1 if right.shape.static[-2] < SHORT and copied > FEW else ROW
+    if right.shape.static[-2] < SHORT and copied > FEW:
+        return Rows(best=LINE)
+    given = size >= LARGER and not is_known(right)
+    of_left, of_right = (SECTOR if given and others >= OTHERS else ROW for others in (right.shape.static[-1], m))
+    return Rows(of_left, of_right, SECTOR, LINE)
 
 
 def _rows(left: Value, right: Value) -> int:
@@ -50,4 +58,4 @@ def _rows(left: Value, right: Value) -> int:
     return math.prod(left.shape.static[:-1] if right.rank == 2 else left.shape.static[-2:-1])
 
 
-__all__ = ["packs", "row_multiple"]
+__all__ = ["packs", "rows"]
