@@ -91,12 +91,18 @@ def test_marks_of_many_updates_are_of_some_together(dims: tuple[int, ...], count
     assert isinstance(found, ScatterLaunch) and found.grain == grain and found.blocks * found.words_each <= MARKS
 
 
+@pytest.mark.parametrize("dims, count", [((3, 0), 0), ((768, 0), 768), ((0, 3), 0), ((700, 3), 0)])
+def test_nothing_is_scattered_into_nothing(dims: tuple[int, ...], count: int) -> None:
+    assert not isinstance(launch_of(kernel_of(dims, 0, count, "add", "f32")), ScatterLaunch)
+
+
 def test_blocks_share_lines_with_indices_of_their_own() -> None:
     pytest.importorskip("cuda.core")
     found = launch_of(kernel_of((4, 1, 1 << 20), 2, 768, "add", "f32"))
     assert isinstance(found, ScatterLaunch) and found.blocks == 4 * 512 and found.groups == found.vector == 1
-    (report,) = reports(text_of(found, "kernel"), "sm_90a").values()
-    assert not found.words_each and not report.spilled
+    for arch in ("sm_90a", "sm_100"):
+        (report,) = reports(text_of(found, "kernel"), arch).values()
+        assert not found.words_each and not report.spilled
     assert not isinstance(launch_of(kernel_of((400, 100_000), 1, 768, "add", "f32")), ScatterLaunch), "lines for all blocks"
     assert not isinstance(launch_of(kernel_of((4, 1 << 20), 1, 5, "add", "f32")), ScatterLaunch), "places look at few updates"
 

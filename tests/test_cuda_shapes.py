@@ -38,6 +38,7 @@ MAPPED = {  # kernels whose shapes once had a few threads: expression, dims of i
     "odd rows": (lambda x, y: x + y, [(19_241, 129), (129,)], (1, 1, 1, 4)),
     "a small odd count": (lambda x: rlx.gelu(x), [(19_441,)], (1, 1, 1, 1)),
     "a long product": (lambda x, y: x @ y.T, [(1, 19_868), (1, 19_868)], (256, 1, 5, 1)),
+    "few long products": (lambda x, y: x @ y.T, [(20, 19_868), (3, 19_868)], (256, 1, 4, 1)),
     "products of few columns": (lambda x, y: x @ y, [(27_876, 416), (416, 3)], (32, 1, 1, 1)),
     "columns by few": (lambda x, y: x.T @ y, [(512, 12_544), (512, 3)], (4, 32, 1, 1)),
 }
@@ -141,6 +142,32 @@ def test_an_elementwise_kernel_stores_rows_for_the_product():
     assert relu.kernel.origin != product.kernel.origin and product.kernel.buffers[0].size == 65 * 1024
     given, passed = integers(*made.inputs), run_passes(made, Compilation(HOPPER, rlx.CompileOptions()))
     np.testing.assert_array_equal(evaluate(passed, given)[0][0], evaluate(made, given)[0][0])
+
+
+NO_PADS = {  # copies of a result would be a kernel of their own: an epilogue stores it, or others read it too
+    "an epilogue": lambda x, a, b: rlx.gelu(x @ a) @ b,
+    "an output": lambda x, a, b: (r := rlx.relu(rlx.transpose(b, (1, 0))), x @ r),
+    "a norm": lambda x, a, b: rlx.rms_norm(rlx.transpose(b, (1, 0)), rlx.sum(x, axis=(0,))[:1000]) @ b,
+}
+
+
+@pytest.mark.parametrize("name", NO_PADS)
+def test_results_are_not_copied_into_other_rows(name):
+    def build(g):
+        made = NO_PADS[name](*(g.input(n, d, "bf16") for n, d in (("x", (512, 1024)), ("a", (1024, 1000)), ("b", (1000, 1024)))))
+        return made if isinstance(made, tuple) else (made,)
+
+    g = rlx.Graph("products")
+    g.set_outputs(build(g))
+    assert not [s for s in lower(g, HOPPER, rlx.CompileOptions()).steps if "pad" in s.kernel.origin]
+
+
+def test_a_param_that_others_read_is_not_kept_in_other_rows():
+    g = rlx.Graph("tied")
+    table = g.param("table", (30_000, 1000), "bf16")
+    x, rows = g.input("x", (512, 1000), "bf16"), rlx.gather(table, g.input("i", (4,), "i64"))
+    g.set_outputs([rows, x @ rlx.transpose(table, (1, 0))])
+    assert not lower(g, HOPPER, rlx.CompileOptions()).prepare
 
 
 def test_rows_are_not_copied_where_that_gains_nothing():

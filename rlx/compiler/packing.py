@@ -17,6 +17,8 @@ from rlx.ir.ops.pack import group_panels, panels
 from rlx.ir.ops.rules import axis_of
 from rlx.ir.ops.view import seen, transposed_axes
 
+Readers = Mapping[Value, Sequence[Node]]
+Alone = Callable[[Value, Node], bool]
 Remake = Callable[[tuple[Value, ...]], Sequence[Value]]  # new inputs of a node -> its replacement
 
 
@@ -32,7 +34,14 @@ def packing(graph: Graph, compilation: Compilation) -> Graph:
 
     packs = {node: shared(packed, node.inputs[1]) for node, packed in packs.items()}
     instead = _look_ups(graph, packs)
-    copies = {node: found for node in graph.nodes() if node not in packs and any(found := _copies(node, graph, compilation))}
+    readers, roots = _readers(graph), {_base(v) for v in graph.roots()}
+
+    def alone(value: Value, node: Node) -> bool:
+        """Whether nothing else reads the memory of the value."""
+        return _base(value) not in roots and [x for _, x in _plain_readers(_base(value), readers, {})] == [node]
+
+    others = (node for node in graph.nodes() if node not in packs)
+    copies = {node: found for node in others if any(found := _copies(node, graph, alone, compilation))}
 
     def in_rows(value: Value, multiple: int) -> Value:
         node, key = value.node, (multiple, value)
@@ -50,9 +59,10 @@ def packing(graph: Graph, compilation: Compilation) -> Graph:
     return graph.rebuild(new) if packs or copies else graph
 
 
-def _copies(node: Node, graph: Graph, compilation: Compilation) -> tuple[int, int]:
+def _copies(node: Node, graph: Graph, alone: Alone, compilation: Compilation) -> tuple[int, int]:
     """Of the operands of a contraction, the multiple of elements that rows of their copies are apart; 0: as they lie. Weights of
-    programs with states are not copied: others of fewer rows share them, and read them as they lie."""
+    programs with states are not copied: others of fewer rows share them, and read them as they lie. An operand that no other node
+    reads should have the rows of Target.rows.best if it is known, and of `made` if an elementwise kernel stores it."""
     if node.op.kind is not Kind.CONTRACT or compilation.is_static(node) or graph.extent is not None:
         return 0, 0
     rows, (left, right) = compilation.target.rows(node), node.inputs[:2]
@@ -61,10 +71,24 @@ def _copies(node: Node, graph: Graph, compilation: Compilation) -> tuple[int, in
         return 0, 0
 
     def copied(value: Value, least: int) -> int:
-        known, made = compilation.is_static(value.node), value.node.op.kind is Kind.POINTWISE
-        return 0 if _has_rows(value, rows.best if known else rows.made if made else least) else rows.best
+        if alone(value, node):
+            least = rows.best if compilation.is_static(value.node) else rows.made if _is_elementwise(value) else least
+        return 0 if _has_rows(value, least) else rows.best
 
     return copied(left, rows.left), 0 if shared else copied(right, rows.right)
+
+
+def _is_elementwise(value: Value) -> bool:
+    """Whether a value follows from inputs by elementwise ops alone, so that the kernel of no other op stores it."""
+    todo, seen = [value.node], set[Node]()
+    while todo:
+        node = todo.pop()
+        if node.inputs and node not in seen:
+            if node.op.kind not in (Kind.POINTWISE, Kind.VIEW):
+                return False
+            seen.add(node)
+            todo += [v.node for v in node.inputs]
+    return value.node.op.kind is Kind.POINTWISE
 
 
 def _has_rows(value: Value, multiple: int) -> bool:
@@ -134,10 +158,7 @@ def widens(node: Node) -> bool:
 
 def _look_ups(graph: Graph, packs: Mapping[Node, Value]) -> dict[Node, Remake]:
     """Replacements of nodes that can read a pack instead of a param, if no other readers of the param remain."""
-    readers: dict[Value, list[Node]] = {}
-    for node in graph.nodes():
-        for value in dict.fromkeys(node.inputs):
-            readers.setdefault(value, []).append(node)
+    readers = _readers(graph)
     out: dict[Node, Remake] = {}
     freed: set[Value] = set()
     for packed in dict.fromkeys(packs.values()):
@@ -152,6 +173,14 @@ def _look_ups(graph: Graph, packs: Mapping[Node, Value]) -> dict[Node, Remake]:
     return out
 
 
+def _readers(graph: Graph) -> Readers:
+    found: dict[Value, list[Node]] = {}
+    for node in graph.nodes():
+        for value in dict.fromkeys(node.inputs):
+            found.setdefault(value, []).append(node)
+    return found
+
+
 def _base(value: Value) -> Value:
     """The value whose memory a view shows."""
     while value.node.op.kind is Kind.VIEW:
@@ -160,7 +189,7 @@ def _base(value: Value) -> Value:
 
 
 def _plain_readers(
-    value: Value, readers: Mapping[Value, Sequence[Node]], packs: Mapping[Node, Value]
+    value: Value, readers: Readers, packs: Mapping[Node, Value]
 ) -> Iterator[tuple[Value, Node]]:
     """(value read, node) for every reader of the value, or of a view of it, that cannot use the packed form."""
     for node in readers.get(value, ()):
@@ -172,7 +201,7 @@ def _plain_readers(
 
 
 def _out_of(
-    packed: Value, value: Value, reader: Node, readers: Mapping[Value, Sequence[Node]], graph: Graph
+    packed: Value, value: Value, reader: Node, readers: Readers, graph: Graph
 ) -> dict[Node, Remake] | None:
     """The replacement of a node that looks up parts of `value`, or that of its decoding nodes, on the pack; None: impossible."""
     if reader.op is not OPS["gather"] or reader.inputs[0] is not value or value.shape.num_elements == 0:

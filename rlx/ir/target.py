@@ -53,8 +53,8 @@ def _unpacked(dtype: str, columns: int = 0) -> tuple[int, int]:
 
 @record
 class Rows:
-    """Elements of which the rows of a contraction's `left` and `right` operand should be whole multiples apart; those of one that
-    an elementwise kernel computes (`made`); those of one known before runs, and of every copy (`best`)."""
+    """Elements of which the rows of a contraction's `left` and `right` operand should be whole multiples apart; of one that an
+    elementwise kernel stores for it (`made`); of one that is known and that nothing else reads, and of every copy (`best`)."""
 
     left: int = 1
     right: int = 1

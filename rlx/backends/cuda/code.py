@@ -114,7 +114,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
         return direct.launch(kernel, conv)
     blocks = of_blocks(kernel, most=most, boxes=arch == "sm_90a")
     ring = ring_of(kernel, multiprocessors, most) if capability >= 90 else None
-    if found := (blocks if blocks and blocks.passes == 1 else None) or ring or few_rows(kernel, most=most):
+    if found := (blocks if blocks and blocks.passes == 1 else None) or ring or few_rows(kernel, multiprocessors, most):
         return found
     if arch == "sm_90a" and (found := on_tensor_cores(kernel)):
         return found

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlx.backends.cuda.dialect import CUDA
-from rlx.backends.cuda.render import CudaWriter
+from rlx.backends.cuda.render import CudaWriter, may_fail
 from rlx.backends.cuda.schedule import Launch, Segments, busy_points
 from rlx.backends.cuda.vectors import aligned
 from rlx.ir.dtype import f8e4m3, f8e5m2, f32, index_
@@ -110,7 +110,7 @@ def few_rows(
     columns = -(-c.n // (blocks * WARPS * rounds)) if along else 1
     tiles = -(-c.n // (WARPS * columns if along else 32 * size))
     each = min(tiles, blocks) if along else tiles
-    whole = segments or kernel.limits or isinstance(c.a, Computed)
+    whole = segments or kernel.limits or isinstance(c.a, Computed) or may_fail(kernel)  # a block that fails tells nothing
     most_shares = 1 if whole else MOST_SHARES * (2 if c.k >= LONG else 1)
     shares = max(1, min(most_shares, multiprocessors // (points * each), c.k // LEAST))
     unit = UNIT * size if along else UNIT

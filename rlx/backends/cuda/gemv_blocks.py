@@ -21,6 +21,7 @@ from dataclasses import replace
 from itertools import product
 
 from rlx.backends.cuda.blocks import turn_of
+from rlx.backends.cuda.render import may_fail
 from rlx.backends.cuda.schedule import COPIED, MULTIPROCESSORS, Launch, Segments, TensorMap, busy_points
 from rlx.backends.shared.packed import PANEL, STEP
 from rlx.ir.blocks import Panel
@@ -286,10 +287,11 @@ def of_blocks(
     if not (turn_of(c.b.blocks).exact if c.b.blocks else boxes and takes(c.m, c.k) and _lines(kernel, c)):
         return None
     rows = -(-c.m // -(-c.m // (MOST_PIECES // _pieces(c))))
+    shares = (1,) if may_fail(kernel) else SHARES  # a block that fails tells others nothing
     while rows:
         for resident in RESIDENT:
             ways = (BlocksLaunch(kernel, THREADS, THREADS, rows=rows, resident=resident, segments=segments), multiprocessors)
-            found = [_shared_out(*ways, *how) for how in product(SHARES, AT_ONCE, TEAMS)]
+            found = [_shared_out(*ways, *how) for how in product(shares, AT_ONCE, TEAMS)]
             room = min(most, SHARED_BYTES // resident - RESERVED - (segments.shared if segments else 0))
             fits = [x for x in found if x and x.bytes <= room]
             if fits and (resident == 1 or fits[0].tiles == 1):

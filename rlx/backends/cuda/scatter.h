@@ -37,7 +37,7 @@ RLX_FN void rlx_mark(unsigned* marks, unsigned block, unsigned blocks, int count
    room for them, those of R places at a time. With WORDS, `marks` has a bit for each GRAIN picks of which one of the places has some. */
 template <int T, int C, int R, int V, int AHEAD, int MOST, int WORDS, int GRAIN, class S, class B, class L, class P, class A, class O, class E>
 RLX_FN void rlx_scatter(int first, int end, int count, unsigned* marks, bool own, B begin, L look, P place, A added, O op, E finish) {
-  constexpr int ROOM = 2048, EACH = WORDS ? 4 : 8, ROWS = T / C, U = R / ROWS;
+  constexpr int ROOM = 2048, EACH = 4, ROWS = T / C, U = R / ROWS;
   static_assert(T * EACH <= ROOM, "the picks that are read at once");
   __shared__ int picks[ROOM], listed[WORDS ? ROOM : 1], counts[T / 32]; /* listed: groups of picks with a mark */
   __shared__ short rows[ROOM], next[ROOM], head[MOST], last[MOST];  /* next: of the same row; head, last: of each row, -1: none */

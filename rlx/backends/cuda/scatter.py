@@ -107,7 +107,7 @@ def _loaded(e: Expr) -> set[object]:
 def _worth(kernel: Kernel) -> Scatter | None:
     """The scatter that several blocks should do; None: there is none, or it is small."""
     found, points = None if kernel.limits else scatter_of(kernel), math.prod(n for _, n in kernel.grid)
-    if not found or max(found.end.extent, found.count) >= WIDE // 2:
+    if not found or max(found.end.extent, found.count) >= WIDE // 2 or 0 in (points, found.count, found.end.extent):
         return None
     if not found.of_all:  # a block looks at the indices of one line: all blocks of a few lines
         return found if points <= FEW_LINES and found.end.extent >= MANY_PLACES * points else None
