@@ -115,9 +115,10 @@ SOME_TILINGS += [Tiling(64, 80, turns=True), Tiling(128, 208), Tiling(128, 80, p
 SOME_TILINGS += [Tiling(64, 88, turns=True), Tiling(128, 32, parts=4, swapped=True), Tiling(256, 96, parts=4)]
 
 
-def test_every_kind_of_tiling_compiles():
+def test_kinds_of_tilings_compile():
+    """A third of them; test_cuda_factors.py has the others, and the tests of a GPU have all."""
     assert not any(t.turns and t.parts > 1 for t in TILINGS)  # the sums are exchanged by both groups at once
-    tensor = [on_tensor_cores(product(512, 1024, 2048), tiling=t) for t in SOME_TILINGS]
+    tensor = [on_tensor_cores(product(512, 1024, 2048), tiling=t) for t in SOME_TILINGS[::3]]
     fma = [by_fma(product(512, 1024, 2048, "f32"), size=s) for s in SIZES[::2]]
     for found in (*tensor, *fma):
         assert found and cubin(text_of(found, "kernel"), "sm_90a")

@@ -468,9 +468,7 @@ class CudaWriter(Writer):
     def head(self, s: Loop, text: str, size: int = 1) -> list[str]:
         """A thread that reduces loads several elements, or vectors of `size`, before it waits for the first. Unrolled as a whole,
         short loops over bytes would keep them in local memory."""
-        running = s.carries and self.launch.team == 1 and any(self.launch.unaliased)
-        kinds = (Let, Check, Store) if running else (Let, Check)
-        simple = (s.reduces or s.carries) and all(isinstance(x, kinds) for x in s.body) and not self.kernel.locals
+        simple = (s.reduces or s.carries) and all(isinstance(x, Let | Check) for x in s.body) and not self.kernel.locals
         if self.launch.team == self.launch.lanes == 1 and self.kernel.locals and s.extent <= SHORT:
             return ["#pragma unroll", text]  # so that Locals are registers
         return [f"#pragma unroll {max(4, UNROLLED // size)}", text] if simple else [text]
