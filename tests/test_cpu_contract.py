@@ -749,10 +749,23 @@ def test_uses_the_widest_registers() -> None:
         assert any("vfmadd" in line and register in line for line in body.splitlines())
 
 
+@pytest.mark.parametrize(
+    "left, right",
+    [((0, 5, 100), (100, 3)), ((0, 5, 100), (0, 100, 3)), ((2, 1, 5, 100), (3, 100, 2)), ((4, 0, 100), (100, 2))],
+)
+def test_few_columns_of_batches(left: tuple[int, ...], right: tuple[int, ...]) -> None:
+    g, rng = rlx.Graph("batches"), np.random.default_rng(0)
+    g.set_outputs([g.input("a", left, bf16) @ g.input("b", right, bf16)])
+    a, b = (rng.integers(-4, 5, dims).astype(bf16.numpy) for dims in (left, right))
+    want = a.astype(np.float32) @ b.astype(np.float32)
+    np.testing.assert_allclose(np.asarray(rlx.compile(g).run({"a": a, "b": b})[0], np.float32), want, rtol=2**-8)
+
+
 THIN = {  # m, n, k, the operand that is transposed; the kernels of floats
     "column": ((70, 1, 33), "", ["mul_sum"]), "depth of 1": ((70, 9, 1), "", ["mul"]), "row": ((1, 70, 33), "b", ["mul_sum"]),
     "few columns": ((70, 3, 100), "b", ["mul_sum"]), "few columns apart": ((70, 3, 100), "", ["copy", "mul_sum"]),
     "rows apart": ((70, 5, 33), "a", ["matmul", "copy"]), "dot product": ((1, 1, 33), "", ["mul_sum"]),
+    "two rows": ((2, 70, 33), "b", ["mul_sum"]), "two rows, many columns": ((2, 9000, 33), "b", ["matmul"]),
 }  # fmt: skip
 
 
@@ -769,6 +782,9 @@ def test_thin_products(case: str, dtype: DType) -> None:
     g.set_outputs([int8_matmul(*operands) if dtype == u8 else operands[0] @ operands[1]])
     if dtype == f32:
         assert [step.kernel.name for step in lower(g, with_natives(TARGETS["host"]), rlx.CompileOptions()).steps] == kernels
+    if dtype == bf16 and case == "few columns":  # its rows are converted where they are read
+        found = lower(g, with_natives(TARGETS["host"]), rlx.CompileOptions()).buffers
+        assert max(b.shape.num_elements for b in found if b.shape.dtype == f32) < m * k
     a, b = (x.T if name == turned else x for name, x in given.items())
     got, want = rlx.compile(g).run(given)[0], a.astype(np.float64) @ b.astype(np.float64)
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-8 if dtype == bf16 else 0)

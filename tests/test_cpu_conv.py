@@ -325,6 +325,16 @@ def test_few_results_are_sums_of_lines(x: tuple, w: tuple, given: dict, dtype: D
     np.testing.assert_array_equal(rlx.compile(g).run(arrays)[0], evaluate(g, arrays)[0][0])
 
 
+@pytest.mark.parametrize("dtype", [f32, bf16], ids=str)
+@pytest.mark.parametrize("x, w", [((2, 32, 9, 9), (1, 32, 7, 7)), ((1, 20, 5, 9, 9), (1, 20, 3, 3, 3))])
+def test_one_result_of_windows_apart_is_a_product(x: tuple, w: tuple, dtype: DType) -> None:
+    """Their sums would store all products first."""
+    g = rlx.Graph("windows")
+    g.set_outputs([rlx.conv(g.input("x", x, dtype), g.param("w", w, dtype), strides=2, low=1, high=1)])
+    steps = lower(g, with_natives(TARGETS["host"]), rlx.CompileOptions()).steps
+    assert any(isinstance(s, Contract) for step in steps for s in step.kernel.body)
+
+
 def test_few_channels_are_adjacent_where_products_of_pairs_are_summed() -> None:
     """An even number of them: runs of columns are those of a row of a window. The results are those in f64."""
     target = target_for("x86_64-unknown-linux-gnu", "x86-64-v4", ("avx512bf16",))

@@ -1,8 +1,8 @@
 """Products with few columns, one row or a depth of 1, whose tiles would leave most lanes of their vectors empty or multiply once.
 
-They are sums of products element by element where both operands are read along the depth, and else, where rows of the left
-operand are adjacent, the transposed product: its columns are these rows. Windows of an image are summed line by line, of a copy
-where it is padded or its planes would share sets of the cache.
+They are sums of products element by element where both operands are read along the depth, as are two rows by a right operand
+that stays near, and else, where rows of the left operand are adjacent, the transposed product: its columns are these rows. Windows
+of an image are summed line by line, of a copy where it is padded or its planes would share sets of the cache.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from builtins import sum as builtin_sum
 from math import gcd, prod
 
-from rlx.ir.dtype import DType, bf16
+from rlx.ir.dtype import DType, bf16, f32
 from rlx.ir.graph import HANDLE, INPUT, Node, Value, keep
 from rlx.ir.layout import is_line, one_stride
 from rlx.ir.op import OPS, Contraction, Kind
@@ -21,6 +21,7 @@ from rlx.ir.shape import Shape, contiguous_strides
 FEW, LONG = 4, 64  # columns for each of which rows are read again, if these are single runs of so many elements
 SEVERAL, READS = 4, 8  # columns for each of which windows are summed along lines of an image; columns times the lanes' distance
 MANY_PLANES, SOME_PLANES = 32, 128  # of an image whose lines are summed: more than a set of the cache has; for many columns
+NEAR = 1 << 20  # bytes of a right operand that two rows read one after the other
 PAGE = 4096  # bytes of a line of all sets of the first-level cache
 NARROW, WIDE = 8, 64  # at most columns, at least rows of a product that is transposed
 
@@ -30,7 +31,7 @@ def split(node: Node) -> Value | None:
     a, b = node.inputs
     c: Contraction = node.op.contract(node.attrs, a.shape, b.shape)  # type: ignore[misc]
     rows, columns, depth = _size(a, c.a_rows), _size(b, c.b_columns), _size(a, c.a_sum)
-    few = columns == 1 or (columns <= FEW and depth >= LONG and _in_line(a, c.a_sum))
+    few = columns <= FEW and (columns == 1 or depth >= LONG) and _in_line(a, c.a_sum)
     if 0 < columns <= SEVERAL and (lines := _in_lines(a, c, columns)) is not None:
         return _by_row(lines, b, node.shapes[0], c)
     if depth == 1:
@@ -40,7 +41,8 @@ def split(node: Node) -> Value | None:
     if columns <= NARROW and rows >= WIDE and adjacent(a, c.a_rows) and _in_line(a, c.a_sum):
         return _transposed(node, c)
     given = seen(b)[0].node.op in (INPUT, HANDLE)  # weights are packed
-    return _by_element(node, c) if rows == 1 and given and adjacent(b, c.b_sum) else None
+    again = rows == 2 and a.dtype == f32 and b.shape.size_bytes <= NEAR
+    return _by_element(node, c) if (rows == 1 or again) and given and adjacent(b, c.b_sum) else None
 
 
 def _of_one_term(node: Node, c: Contraction) -> Value:
@@ -59,6 +61,8 @@ def _by_element(node: Node, c: Contraction) -> Value:
     last = tuple(range(-len(depth), 0))
     left = _ordered(a, c.a_batch, c.a_rows + c.a_sum, (*rows, *[1] * len(columns), *depth))
     right = _ordered(b, c.b_batch, c.b_columns + c.b_sum, (*[1] * len(rows), *columns, *depth))
+    if 1 < _size(b, c.b_columns) <= FEW:
+        left = _for_each(left, right, len(c.a_batch), (*rows, *columns, *depth), out.dtype.compute)
     right = right if adjacent(right, last) else copy(right)  # type: ignore[assignment]
     made = sum(left.astype(out.dtype.compute) * right.astype(out.dtype.compute), axis=last)
     return made.reshape(out.dims).astype(out.dtype)  # type: ignore[union-attr]
@@ -70,13 +74,19 @@ def _by_row(a: Value, b: Value, out: Shape, c: Contraction) -> Value:
     lead, last = len(c.a_batch), tuple(range(-len(depth), 0))
     left = _ordered(a, c.a_batch, c.a_rows + c.a_sum, (*[1] * len(columns), *rows, *depth))
     right = _ordered(b, c.b_batch, c.b_columns + c.b_sum, (*columns, *[1] * len(rows), *depth))
-    if a.dtype != out.dtype.compute:  # converted on the way, for each column again: else all windows would be stored converted
-        batch = (max(x, y) for x, y in zip(left.shape.static[:lead], right.shape.static[:lead]))
-        left = broadcast_to(left, dims=(*batch, *columns, *rows, *depth))
+    left = _for_each(left, right, lead, (*columns, *rows, *depth), out.dtype.compute)
     made = sum(left.astype(out.dtype.compute) * right.astype(out.dtype.compute), axis=last)
     behind = range(lead + len(columns), lead + len(columns) + len(rows))
     made = made.transpose(*range(lead), *behind, *range(lead, lead + len(columns)))  # type: ignore[union-attr]
     return made.reshape(out.dims).astype(out.dtype)
+
+
+def _for_each(left: Value, right: Value, lead: int, dims: tuple[object, ...], compute: DType) -> Value:
+    """`left` for each column, if it is narrower than `compute`: it is converted on the way, again for each, and not stored."""
+    if left.dtype == compute:
+        return left
+    batch = (x if y == 1 else y for x, y in zip(left.shape.static[:lead], right.shape.static[:lead]))
+    return broadcast_to(left, dims=(*batch, *dims))  # type: ignore[return-value]
 
 
 def _in_lines(a: Value, c: Contraction, columns: int) -> Value | None:
