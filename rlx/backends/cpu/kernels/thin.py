@@ -1,8 +1,8 @@
 """Products with few columns, one row or a depth of 1, whose tiles would leave most lanes of their vectors empty or multiply once.
 
 They are sums of products element by element where both operands are read along the depth, as are two rows by a right operand
-that stays near, and else, where rows of the left operand are adjacent, the transposed product: its columns are these rows. Windows
-of an image are summed line by line, of a copy where it is padded or its planes would share sets of the cache.
+that stays near, and else, where rows of the left operand are adjacent, the transposed product: its columns are these rows.
+Windows of an image are summed line by line, of a copy where it is padded or its planes would share sets of the cache.
 """
 
 from __future__ import annotations
