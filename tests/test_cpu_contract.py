@@ -761,11 +761,18 @@ def test_few_columns_of_batches(left: tuple[int, ...], right: tuple[int, ...]) -
     np.testing.assert_allclose(np.asarray(rlx.compile(g).run({"a": a, "b": b})[0], np.float32), want, rtol=2**-8)
 
 
+def test_no_columns_by_a_transposed_left_operand() -> None:
+    g = rlx.Graph("none")
+    g.set_outputs([rlx.transpose(g.input("a", (100, 70), f32), (1, 0)) @ g.input("b", (100, 0), f32)])
+    assert rlx.compile(g).run({"a": np.ones((100, 70), np.float32), "b": np.ones((100, 0), np.float32)})[0].shape == (70, 0)
+
+
 THIN = {  # m, n, k, the operand that is transposed; the kernels of floats
     "column": ((70, 1, 33), "", ["mul_sum"]), "depth of 1": ((70, 9, 1), "", ["mul"]), "row": ((1, 70, 33), "b", ["mul_sum"]),
     "few columns": ((70, 3, 100), "b", ["mul_sum"]), "few columns apart": ((70, 3, 100), "", ["copy", "mul_sum"]),
     "rows apart": ((70, 5, 33), "a", ["matmul", "copy"]), "dot product": ((1, 1, 33), "", ["mul_sum"]),
-    "two rows": ((2, 70, 33), "b", ["mul_sum"]), "two rows, many columns": ((2, 9000, 33), "b", ["matmul"]),
+    "two rows": ((2, 70, 300), "b", ["mul_sum"]), "two rows, many columns": ((2, 9000, 300), "b", ["matmul"]),
+    "two short rows": ((2, 70, 100), "b", ["matmul"]),
 }  # fmt: skip
 
 

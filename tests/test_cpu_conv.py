@@ -325,14 +325,17 @@ def test_few_results_are_sums_of_lines(x: tuple, w: tuple, given: dict, dtype: D
     np.testing.assert_array_equal(rlx.compile(g).run(arrays)[0], evaluate(g, arrays)[0][0])
 
 
-@pytest.mark.parametrize("dtype", [f32, bf16], ids=str)
-@pytest.mark.parametrize("x, w", [((2, 32, 9, 9), (1, 32, 7, 7)), ((1, 20, 5, 9, 9), (1, 20, 3, 3, 3))])
-def test_one_result_of_windows_apart_is_a_product(x: tuple, w: tuple, dtype: DType) -> None:
-    """Their sums would store all products first."""
+@pytest.mark.parametrize("x, w, dtype, whole", [
+    ((8, 64, 14, 14), (1, 64, 7, 7), f32, True), ((2, 32, 9, 9), (1, 32, 7, 7), f32, False),
+    ((2, 32, 9, 9), (1, 32, 7, 7), bf16, True), ((8, 64, 14, 14), (1, 64, 7, 7), i32, False),
+    ((4, 32, 12, 12, 12), (1, 32, 5, 5, 5), f32, True), ((16, 512, 7, 7), (1, 512, 7, 7), f32, False),
+], ids=str)  # fmt: skip
+def test_one_result_of_windows_apart_is_a_product(x: tuple, w: tuple, dtype: DType, whole: bool) -> None:
+    """Their sums would store all products first, which pays for few of them and for integers."""
     g = rlx.Graph("windows")
     g.set_outputs([rlx.conv(g.input("x", x, dtype), g.param("w", w, dtype), strides=2, low=1, high=1)])
     steps = lower(g, with_natives(TARGETS["host"]), rlx.CompileOptions()).steps
-    assert any(isinstance(s, Contract) for step in steps for s in step.kernel.body)
+    assert any(isinstance(s, Contract) for step in steps for s in step.kernel.body) == whole
 
 
 def test_few_channels_are_adjacent_where_products_of_pairs_are_summed() -> None:

@@ -14,7 +14,7 @@ from rlx.compiler.compilation import Compilation
 from rlx.errors import IndexRangeError
 from rlx.ir.dtype import c64, holds
 from rlx.ir.graph import CONSTANT, ConstantAttrs, Graph, Node, Value, constant, keep
-from rlx.ir.layout import Layout, one_stride
+from rlx.ir.layout import Layout
 from rlx.ir.op import Kind
 from rlx.ir.ops import activation
 from rlx.ir.ops import elementwise as e
@@ -27,7 +27,6 @@ from rlx.ir.ops.rules import axis_of
 from rlx.ir.rewrite import Rule, Var, pattern, rewrite, rule
 from rlx.ir.shape import Shape, contiguous_strides
 
-SHORT = 32  # elements of a dim over which a loop takes longer than it saves
 FOLD_BYTES = 1024  # up to this size a folded constant may be larger than all its operands together
 CAST = e.cast.op  # type: ignore[attr-defined]
 ADDS = tuple(op.op for op in (e.add, e.maximum, e.minimum))  # type: ignore[attr-defined]
@@ -131,17 +130,6 @@ def take_known_rows(node: Node, x: Value, c: Value) -> Value | None:
     ends = {"starts": first, "stops": first + count, "steps": 1}
     whole = {"starts": 0, "stops": v.END, "steps": 1}
     return v.slice(x, **{k: tuple(ends[k] if a == axis else whole[k] for a in range(x.rank)) for k in ends})
-
-
-@rule(pattern(gather, X, Y))
-def gather_lines(node: Node, x: Value, y: Value) -> Value | None:
-    """Dims behind the axis, of which the last one is short, are one if their elements are a line: loops over it are longer."""
-    axis, dims = axis_of(node.attrs.axis, x.rank), x.shape.static  # type: ignore[union-attr]
-    behind = tuple(range(axis + 1, x.rank))
-    if len(behind) < 2 or dims[-1] >= SHORT or not one_stride(v.seen(x)[1], dims, behind):
-        return None
-    lines = v.reshape(x, dims=(*dims[: axis + 1], math.prod(dims[axis + 1 :])))
-    return v.reshape(gather(lines, y, axis=axis), dims=node.shapes[0].dims)
 
 
 @rule(pattern(e.cast, X))
@@ -258,7 +246,7 @@ RULES: tuple[Rule, ...] = (
     multiply_by_one, add_negative_zero, add_integer_zero, undo_twice, take_first, take_second, drop_neutral, split_again,
     merge_transposes,
     keep_outer_dims, drop_view, drop_cast, merge_casts, merge_casts_around_views, pool_narrow,
-    take_known_rows, gather_lines, slice_known_rows, choose_the_only_one, fold_constants,
+    take_known_rows, slice_known_rows, choose_the_only_one, fold_constants,
 )  # fmt: skip
 
 def share_equal(graph: Graph) -> Graph:

@@ -33,8 +33,8 @@ def packing(graph: Graph, compilation: Compilation) -> Graph:
         return made.setdefault((node.op, node.attrs, right), keep(node, (right,))[0])
 
     packs = {node: shared(packed, node.inputs[1]) for node, packed in packs.items()}
-    instead = _look_ups(graph, packs)
     readers, roots = _readers(graph), {_base(v) for v in graph.roots()}
+    instead = _look_ups(graph, packs, readers)
 
     def alone(value: Value, node: Node) -> bool:
         """Whether nothing else reads the memory of the value."""
@@ -66,6 +66,8 @@ def _copies(node: Node, graph: Graph, alone: Alone, compilation: Compilation) ->
     if node.op.kind is not Kind.CONTRACT or compilation.is_static(node) or graph.extent is not None:
         return 0, 0
     rows, (left, right) = compilation.target.rows(node), node.inputs[:2]
+    if rows.best == 1:
+        return 0, 0
     shared = bool(graph.handles) and compilation.is_static(right.node)
     if shared and not _has_rows(right, min(rows.left, rows.right)):
         return 0, 0
@@ -156,9 +158,8 @@ def widens(node: Node) -> bool:
 # -- look-ups out of packs -----------------------------------------------------------------------------------------
 
 
-def _look_ups(graph: Graph, packs: Mapping[Node, Value]) -> dict[Node, Remake]:
+def _look_ups(graph: Graph, packs: Mapping[Node, Value], readers: Readers) -> dict[Node, Remake]:
     """Replacements of nodes that can read a pack instead of a param, if no other readers of the param remain."""
-    readers = _readers(graph)
     out: dict[Node, Remake] = {}
     freed: set[Value] = set()
     for packed in dict.fromkeys(packs.values()):

@@ -21,7 +21,8 @@ from rlx.ir.shape import Shape, contiguous_strides
 FEW, LONG = 4, 64  # columns for each of which rows are read again, if these are single runs of so many elements
 SEVERAL, READS = 4, 8  # columns for each of which windows are summed along lines of an image; columns times the lanes' distance
 MANY_PLANES, SOME_PLANES = 32, 128  # of an image whose lines are summed: more than a set of the cache has; for many columns
-NEAR = 1 << 20  # bytes of a right operand that two rows read one after the other
+STORED = 2 << 20  # bytes of products of windows that stay in a cache until they are summed
+NEAR, DEEP = 1 << 20, 256  # bytes of a right operand that two rows read one after the other, at most; depth, at least
 PAGE = 4096  # bytes of a line of all sets of the first-level cache
 NARROW, WIDE = 8, 64  # at most columns, at least rows of a product that is transposed
 
@@ -32,16 +33,19 @@ def split(node: Node) -> Value | None:
     c: Contraction = node.op.contract(node.attrs, a.shape, b.shape)  # type: ignore[misc]
     rows, columns, depth = _size(a, c.a_rows), _size(b, c.b_columns), _size(a, c.a_sum)
     few = columns <= FEW and (columns == 1 or depth >= LONG) and _in_line(a, c.a_sum)
+    if columns == 1 and not few:  # windows whose products are stored before they are summed
+        stored = prod(node.shapes[0].static) * depth * node.shapes[0].dtype.compute.itemsize
+        few = a.dtype.is_int or (a.dtype != bf16 and (stored <= STORED or rows <= WIDE))
     if 0 < columns <= SEVERAL and (lines := _in_lines(a, c, columns)) is not None:
         return _by_row(lines, b, node.shapes[0], c)
     if depth == 1:
         return _of_one_term(node, c)
     if few and adjacent(a, c.a_sum):
         return _by_element(node, c)
-    if columns <= NARROW and rows >= WIDE and adjacent(a, c.a_rows) and _in_line(a, c.a_sum):
+    if 0 < columns <= NARROW and rows >= WIDE and adjacent(a, c.a_rows) and _in_line(a, c.a_sum):
         return _transposed(node, c)
     given = seen(b)[0].node.op in (INPUT, HANDLE)  # weights are packed
-    again = rows == 2 and a.dtype == f32 and b.shape.size_bytes <= NEAR
+    again = rows == 2 and depth >= DEEP and a.dtype == f32 and b.shape.size_bytes <= NEAR
     return _by_element(node, c) if (rows == 1 or again) and given and adjacent(b, c.b_sum) else None
 
 
