@@ -183,12 +183,12 @@ def scattered(kernel: Kernel) -> ScatterLaunch | None:
     found, points = _worth(kernel), math.prod(n for _, n in kernel.grid)
     if not found or any(kernel.buffers[read] in found.read for read, _ in may_overlap(kernel)):
         return None
-    places, line = found.end.extent, kernel.grid[-1] if kernel.grid else None
-    vector = width(found.end.body, (found.first.value, found.update), *line) if line and found.of_all else 1
+    places, line = found.end.extent, kernel.grid[-1] if kernel.grid and found.of_all else None
+    vector = width(found.end.body, (found.first.value, found.update), *line) if line else 1
     while vector > 1 and points // vector * places < BUSY:
         vector //= 2
-    adjacent = points if found.of_all else 1  # that adjacent threads have, but no others if many places are adjacent in memory
-    if places >= THREADS and found.of_all:
+    adjacent = points  # that adjacent threads have, but no others if many places are adjacent in memory
+    if places >= THREADS:
         adjacent = line[1] if line and coefficient(found.last.index, line[0]) == 1 else 1
     groups = min(GROUPS, 1 << (adjacent // vector - 1).bit_length())
     while found.of_all and groups < GROUPS and -(-places * groups // THREADS) * -(-points // (vector * groups)) < BLOCKS // 8:

@@ -575,6 +575,6 @@ def _constant(offset: Expr, terms: Sequence[tuple[Var, int]]) -> int | None:
 
 
 __all__ = [
-    "TILINGS", "Side", "TensorLaunch", "Tiling", "depth", "has_parts", "is_widened", "itemsize", "kind", "on_tensor_cores",
-    "pays_to_scale", "promoted",
+    "LINE", "SECTOR", "TILINGS", "Side", "TensorLaunch", "Tiling", "depth", "has_parts", "is_widened", "itemsize", "kind",
+    "on_tensor_cores", "pays_to_scale", "promoted",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from rlx.backends.cuda import fma
+from rlx.backends.cuda.tensor import LINE, SECTOR
 from rlx.backends.shared.packed import is_known
 from rlx.ir.dtype import bf16, f16, f32
 from rlx.ir.graph import Graph, Node, Value
@@ -14,7 +15,7 @@ from rlx.ir.ops import pack
 from rlx.ir.target import Rows
 
 LEAST = 16  # rows and columns of products on tensor cores
-ROW, SECTOR, LINE = 8, 16, 64  # elements of 16 bits that bulk copies need, and that memory brings at once
+ROW = 16  # bytes that bulk copies need
 LARGE = 1 << 23  # multiply-adds, from which on copies of both operands take less time than loads by threads
 # multiply-adds and rows of the other operand, from which on copies pay where both are given, and rows begin inside sectors
 LARGER, OTHERS = 1 << 30, 320
@@ -38,19 +39,20 @@ def packs(arch: str, node: Node, graph: Graph, options: Any) -> Value | None:
 
 def rows(arch: str, node: Node) -> Rows:
     """Target.rows: of products on tensor cores, whose operands bulk copies should bring. They take up to 1.8 times as long where
-    rows begin inside a sector of memory (32 bytes)."""
+    rows begin inside a sector of memory."""
     if arch != "sm_90a" or node.op.name != "matmul":
         return Rows()
     (left, right), size = node.inputs, node.shapes[0].num_elements * node.inputs[0].shape.static[-1]
     narrow = left.dtype in (f16, bf16) and right.dtype == left.dtype
     if right.rank < 2 or not narrow or size < LARGE or min(m := _rows(left, right), *right.shape.static[-2:]) < LEAST:
         return Rows()
+    row, sector, line = (n // left.dtype.itemsize for n in (ROW, SECTOR, LINE))
     copied = sum(v.shape.num_elements for v in (left, right) if not is_known(v))
     if right.shape.static[-2] < SHORT and copied > FEW:
-        return Rows(best=LINE)
+        return Rows(best=line)
     given = size >= LARGER and not is_known(right)
-    of_left, of_right = (SECTOR if given and others >= OTHERS else ROW for others in (right.shape.static[-1], m))
-    return Rows(of_left, of_right, SECTOR, LINE)
+    of_left, of_right = (sector if given and others >= OTHERS else row for others in (right.shape.static[-1], m))
+    return Rows(of_left, of_right, sector, line)
 
 
 def _rows(left: Value, right: Value) -> int:
