@@ -91,6 +91,7 @@ class FakeDriver:
         self.answers: dict[str, Status] = {}
         self.calls: Counter[str] = Counter()
         self.attributes: dict[tuple[str, str], int] = {}  # by function and name
+        self.most_clusters = 66
         self.waited: list[int] = []  # streams
         self.order: list[tuple[str, Any]] = []  # of events on streams
         self.passed: dict[int, int] = {}  # by event with a time: when it was last reached, in nanoseconds
@@ -401,7 +402,13 @@ class FakeDriver:
         return SimpleNamespace()
 
     def CUlaunchAttribute(self) -> SimpleNamespace:
-        return SimpleNamespace(value=SimpleNamespace())
+        return SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace()))
+
+    def cuOccupancyMaxActiveClusters(self, function: str, config: SimpleNamespace) -> tuple[Any, ...]:
+        return OK, self.most_clusters
+
+    def cuFuncGetAttribute(self, attribute: str, function: str) -> tuple[Any, ...]:
+        return OK, 2
 
     CUlaunchAttributeID = Names()
 

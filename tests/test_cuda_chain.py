@@ -171,6 +171,10 @@ def test_a_gpu_with_fewer_multiprocessors_refuses_it(driver):
     wider = [replace(c, table=((HEADS, 255),), blocks=BLOCKS + 1) for c in artifact.coded["steps"]]
     with pytest.raises(DeviceUnavailableError, match="133 multiprocessors, and .* has 132: compile it for this GPU"):
         backend.load(replace(artifact, coded={**artifact.coded, "steps": wider}))
+    driver.most_clusters = 65
+    whole = [replace(c, table=((HEADS, 255),), blocks=BLOCKS) for c in artifact.coded["steps"]]
+    with pytest.raises(DeviceUnavailableError, match="132 of them in pairs, and .* runs 130 at once: use a whole GPU"):
+        backend.load(replace(artifact, coded={**artifact.coded, "steps": whole}))
 
 
 # -- the order of blocks, by code that is not the planner's ----------------------------------------------------------
@@ -190,10 +194,10 @@ def owners(s: Product) -> list[set[int]]:
 
 
 def helpers(s: chain.Stage) -> list[tuple[int, int]]:
-    """Blocks that tell another one their share of its sums: (block, the other)."""
+    """Blocks that tell another one their share of its sums: (block, the other). Pairs of blocks of a head have met before."""
     if isinstance(s, Attention):
         heads, splits = splits_of(s)
-        return [(head * splits + n, head * splits) for head in range(heads) for n in range(1, splits)]
+        return [(head * splits + n, head * splits) for head in range(heads) for n in range(2, splits, 2)]
     if not (words := s.pieces.words(BLOCKS)):
         return []
     rest = s.contract.n // 32 % BLOCKS

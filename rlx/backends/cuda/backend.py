@@ -155,12 +155,19 @@ class CudaBackend:
                 f"{artifact.program.name}: its blocks wait for one another on {wider[0].blocks} multiprocessors, and "
                 f"{memory.gpu.title} has {count}: compile it for this GPU"
             )
-        run = spaced(artifact.coded["steps"], count)
+        run = list(spaced(artifact.coded["steps"], count))
         most = {c.name: c.shared for c in (*artifact.codes, *sorted(run, key=lambda c: c.shared))}
         images = [(c.cubin, c.name, max(c.shared, most[c.name])) for c in artifact.codes if c.cubin]
         carved = any(c.shared in (ALONE, LONG) for c in artifact.codes)
         for image, name, shared in (*images, *((artifact.support, name, 0) for name in SUPPORT)):
             functions[name] = memory.gpu.function(image, name, shared, functions, carved)
+        for code in (c for c in run if c.table):
+            room = memory.gpu.in_clusters(functions[code.name], code.threads, code.shared)
+            if room is not None and room < code.blocks:
+                raise DeviceUnavailableError(
+                    f"{artifact.program.name}: its blocks wait for one another, {code.blocks} of them in pairs, and "
+                    f"{memory.gpu.title} runs {room} at once: use a whole GPU, none of whose multiprocessors others have"
+                )
         if memory.gpu.short is None:
             memory.gpu.short = ShortReads(memory.gpu, memory.gpu.function(artifact.support, "rlx_tell", 0, None))
         return CudaExecutable(artifact, memory, functions, params, handles, transport)

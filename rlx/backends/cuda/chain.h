@@ -8,7 +8,9 @@ struct rlx_chain {
   unsigned char *ring, *x;
   uint64_t *filled, *used;
   float *sums, *squares;
-  int place, phase, turn, half;
+  int place, phase;
+  unsigned turn : 1, half : 1, met : 1; /* `met`: phase of the barrier of `pair` */
+  uint64_t* pair; /* of two blocks that share the keys of a head: a barrier, behind it a share that the other one sends */
 };
 
 /* Warps that compute take registers that those that copy do not need. */
@@ -36,11 +38,12 @@ RLX_FN uint4 rlx_hear_words(const uint32_t* at) {
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(got.x), "=r"(got.y), "=r"(got.z), "=r"(got.w) : "l"(at) : "memory");
   return got;
 }
-RLX_FN uint32_t rlx_hear_word(const uint32_t* at, uint32_t mark) {
+RLX_FN uint32_t rlx_hear_word(const uint32_t* at) {
   uint32_t got;
-  do asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(got) : "l"(at) : "memory"); while ((got ^ mark) & 1);
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(got) : "l"(at) : "memory");
   return got;
 }
+RLX_FN bool rlx_marked(uint32_t got, uint32_t mark) { return !((got ^ mark) & 1); }
 RLX_FN bool rlx_marked(uint4 got, uint32_t mark) { return !(((got.x ^ mark) | (got.y ^ mark) | (got.z ^ mark) | (got.w ^ mark)) & 1); }
 /* An entry of the table: an address of words, with its first mark, and whether the mark changes from run to run. */
 RLX_FN uint32_t* rlx_words_at(uint64_t entry) { return (uint32_t*)(entry & ~7ull); }
@@ -52,6 +55,7 @@ struct rlx_bf16 { uint16_t bits; };
 RLX_FN float rlx_wide(float a) { return a; }
 RLX_FN float rlx_wide(rlx_f16 a) { return rlx_wide_f16(a.bits); }
 RLX_FN float rlx_wide(rlx_bf16 a) { return rlx_wide_bf16(a.bits); }
+RLX_FN float rlx_over(float a) { float out; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(a)); return out; }
 RLX_FN float rlx_over_sqrt(float a) { float out; asm("rsqrt.approx.f32 %0, %1;" : "=f"(out) : "f"(a)); return out; }
 
 /* -- products ------------------------------------------------------------------------------------------------------------------- */
@@ -202,7 +206,7 @@ RLX_FN void rlx_chain_square(float* squares, float square) {
 /* One row by a block's columns of weights. A warp has 128 elements of each 1024 of the row: it hears them itself and waits for no other warp
    before its sums meet theirs. hear(d): words of four elements from d on; fetch(x, d): what else is needed of them; make(x, heard, out,
    squares): the elements, and what a norm adds up; ahead(j): before products, by the thread that will end column j; end(j, sum, sum of
-   column j of the second product, the norm's sum of every warp). */
+   column j of the second product, the norm's sum of every warp, whether it stores). */
 template <int N, int K, int SLOTS, bool BOTH, bool NORM, class X, bool F16, class H, class R, class F, class M, class A, class E>
 RLX_FN void rlx_chain_product(
   rlx_chain& own, const H& hear, const R& ready, const F& fetch, const M& make, const A& ahead, const E& end
@@ -224,8 +228,7 @@ RLX_FN void rlx_chain_product(
   int summed = 0, begun = first;
   uint2 x[2]; /* what the lane multiplies; of a row of one part the same for all columns */
   const auto multiplied = [&](int part) { return LAST == 1024 || part < PARTS - 1 || warp * 128 < LAST; };
-  #pragma unroll 1
-  for (int group = first; group < last; group++) {
+  const auto multiply = [&](int group) {
     rlx_chain_sum sum = {};
     const auto piece = [&](int part, bool anew) {
       uint4 w[4];
@@ -254,23 +257,32 @@ RLX_FN void rlx_chain_product(
       #pragma unroll 1
       for (int part = 0; part < PARTS; part++) piece(part, PARTS > 1);
     }
-    float* const sums = own.sums + own.half * STEP;
     const float low = sum.low[0] + sum.low[3], high = sum.high[0] + sum.high[3], mine = lower ? low : high;
     const float theirs = rlx_from(lower ? high : low, 32, 5);
-    if (kept) sums[place + summed * 8] = mine + theirs;
-    if (++summed < SPAN && group < last - 1) continue;
-    rlx_sync<256>();
-    if (threadIdx.x < summed * UNIT) {
-      const float* const from = sums + threadIdx.x / UNIT * 8 + threadIdx.x % UNIT;
+    if (kept) own.sums[own.half * STEP + place + summed * 8] = mine + theirs;
+  };
+  /* The end of columns runs once before words come, and stores nothing: its code is in the cache when it counts. */
+  int group = first - 1;
+  asm volatile("" : "+r"(group)); /* so that no code is made for that turn alone */
+  #pragma unroll 1
+  for (; group < last; group++) {
+    const bool live = group >= first;
+    if (live) {
+      multiply(group);
+      if (++summed < SPAN && group < last - 1) continue;
+      rlx_sync<256>();
+    }
+    if (threadIdx.x < (live ? summed : many) * UNIT) {
+      const float* const from = own.sums + own.half * STEP + threadIdx.x / UNIT * 8 + threadIdx.x % UNIT;
       float all = from[0], also = BOTH ? from[4] : 0;
       #pragma unroll
       for (int w = 1; w < 8; w++) {
         all += from[w * RLX_CHAIN_SUMS];
         if (BOTH) also += from[w * RLX_CHAIN_SUMS + 4];
       }
-      end(begun * UNIT + threadIdx.x, all, also, squares);
+      end(begun * UNIT + threadIdx.x, all, also, squares, live);
     }
-    own.half ^= 1, summed = 0, begun = group + 1;
+    if (live) own.half ^= 1, summed = 0, begun = group + 1;
   }
 }
 /* The sum of a norm over the row. */
@@ -285,17 +297,15 @@ RLX_FN float rlx_chain_total(const float* squares) {
 /* A block has one head of queries and every SPLITS-th of the keys in use; LANES lanes have 8 elements each of a key and its value, AHEAD
    keys at a time, the first of them loaded before the query is known. T states the sizes. */
 template <class T> struct rlx_chain_keys { uint4 k[T::AHEAD], v[T::AHEAD]; };
-struct rlx_chain_share { int low, end, split, active; }; /* keys [low, end) are in memory, key `end` is new; this block's share of them */
+/* Keys [low, end) are in memory, key `end` is new; this lane's are `first` and each `step`-th behind it. */
+struct rlx_chain_share { int low, end, split, active, first, step; };
 
 RLX_FN float rlx_exp2_of(float a) { float out; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(a)); return out; }
 template <class T> RLX_FN rlx_chain_share rlx_chain_share_of(int position, int window, int split) {
-  constexpr int EACH = T::AHEAD * 8 * (32 / T::LANES);
+  constexpr int GROUPS = 256 / T::LANES, EACH = T::AHEAD * GROUPS;
   const int low = window && position - window + 1 > 0 ? position - window + 1 : 0, wanted = (position - low + EACH) / EACH;
-  return {low, position, split, wanted < T::SPLITS ? wanted : T::SPLITS};
-}
-template <class T> RLX_FN int rlx_chain_key(const rlx_chain_share& of, int turn, int n) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  return of.low + (((turn * T::AHEAD + n) * of.active + of.split) * 8 + warp) * (32 / T::LANES) + lane / T::LANES;
+  const int active = wanted < T::SPLITS ? wanted : T::SPLITS;
+  return {low, position, split, active, low + split * GROUPS + (int)threadIdx.x / T::LANES, active * GROUPS};
 }
 RLX_FN uint4 rlx_chain_16(const void* from) {
   uint4 got;
@@ -306,7 +316,7 @@ template <class T, class E> RLX_FN void rlx_chain_load(rlx_chain_keys<T>& to, co
   const int at = threadIdx.x % T::LANES * 8;
   #pragma unroll
   for (int n = 0; n < T::AHEAD; n++) {
-    const int key = rlx_chain_key<T>(of, turn, n);
+    const int key = of.first + (turn * T::AHEAD + n) * of.step;
     const bool there = key < of.end && at < T::SIZE;
     to.k[n] = there ? rlx_chain_16(k + (long long)key * T::K_ROW + at) : make_uint4(0, 0, 0, 0);
     to.v[n] = there ? rlx_chain_16(v + (long long)key * T::V_ROW + at) : make_uint4(0, 0, 0, 0);
@@ -323,8 +333,12 @@ template <class T> RLX_FN void rlx_chain_wide(float (&to)[8], uint4 from) {
 
 /* The softmax so far: greatest score, sum of weights, weighted sum of 8 elements. Scores are in units of log2. */
 struct rlx_chain_soft { float top, total, sums[8]; };
-template <class T, int N> RLX_FN void rlx_chain_use(rlx_chain_soft& to, const uint4 (&k)[N], const uint4 (&v)[N], const float (&q)[8], const int (&keys)[N], int end) {
+/* With keys `step` apart, of which the newest is `room` behind the first one. */
+template <class T> RLX_FN void rlx_chain_use(rlx_chain_soft& to, const rlx_chain_keys<T>& held, const float (&q)[8], int room, int step) {
+  constexpr int N = T::AHEAD;
+  const uint4 (&k)[N] = held.k, (&v)[N] = held.v;
   float scores[N], best = to.top;
+  const auto in_use = [&](int n) { return n * step <= room; };
   #pragma unroll
   for (int n = 0; n < N; n++) {
     float wide[8], a = 0, b = 0;
@@ -338,14 +352,14 @@ template <class T, int N> RLX_FN void rlx_chain_use(rlx_chain_soft& to, const ui
     #pragma unroll
     for (int n = 0; n < N; n++) scores[n] += rlx_from(scores[n], 32, by);
   #pragma unroll
-  for (int n = 0; n < N; n++) scores[n] = keys[n] < end ? T::score(scores[n]) : -1e30f, best = fmaxf(best, scores[n]);
+  for (int n = 0; n < N; n++) scores[n] = in_use(n) ? T::score(scores[n]) : -1e30f, best = fmaxf(best, scores[n]);
   const float keep = rlx_exp2_of(to.top - best);
   to.top = best, to.total *= keep;
   #pragma unroll
   for (int e = 0; e < 8; e++) to.sums[e] *= keep;
   #pragma unroll
   for (int n = 0; n < N; n++) {
-    const float p = keys[n] < end ? rlx_exp2_of(scores[n] - best) : 0;
+    const float p = in_use(n) ? rlx_exp2_of(scores[n] - best) : 0;
     float wide[8];
     rlx_chain_wide<T>(wide, v[n]);
     to.total += p;
@@ -356,6 +370,23 @@ template <class T, int N> RLX_FN void rlx_chain_use(rlx_chain_soft& to, const ui
 
 RLX_FN void rlx_chain_copy(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(rlx_ring_at(to)), "l"(from) : "memory");
+}
+/* Adds `count` of N shares to one: each has an element that is not divided yet, a greatest score and a total. */
+template <int N> RLX_FN void rlx_chain_join(
+  const float (&outs)[N], const float (&tops)[N], const float (&totals)[N], int count, float& out, float& top, float& total
+) {
+  float best = top;
+  #pragma unroll
+  for (int n = 0; n < N; n++)
+    if (n < count) best = fmaxf(best, tops[n]);
+  const float own = rlx_exp2_of(top - best);
+  out *= own, total *= own, top = best;
+  #pragma unroll
+  for (int n = 0; n < N; n++) {
+    if (n >= count) continue;
+    const float keep = rlx_exp2_of(tops[n] - best);
+    out = fmaf(keep, outs[n], out), total = fmaf(keep, totals[n], total);
+  }
 }
 /* `q`, `k_new`, `v_new`: the query and the newest row, in shared memory. Thread d of the first SIZE returns element d of the block's share
    before it is divided, and the greatest score and the total. */
@@ -368,30 +399,28 @@ template <class T, class Q, class E> RLX_FN void rlx_chain_attend(
   #pragma unroll
   for (int e = 0; e < 8; e++) query[e] = at < T::SIZE ? rlx_wide(q[at + e]) : 0;
   rlx_chain_soft soft = {-1e30f, 0, {}};
-  int keys[T::AHEAD];
-  constexpr int STEP = T::AHEAD * 8 * (32 / T::LANES);
+  int room = of.end - of.first, left = of.end + 1 - of.low; /* from this lane's key to the newest; keys of all blocks */
   uint4* const own = (uint4*)later + threadIdx.x; /* this thread's elements of the next turn: k, then v */
-  for (int turn = 0;; turn++) {
-    const bool last = of.low + (turn + 1) * STEP * of.active > of.end;
+  while (true) {
+    const int next = room - T::AHEAD * of.step;
+    left -= T::AHEAD * of.step;
+    const auto there = [&](int n) { return n * of.step < next && at < T::SIZE; };
+    if (left > 0)
+      #pragma unroll
+      for (int n = 0; n < T::AHEAD; n++) {
+        const long long key = of.end - next + n * of.step;
+        if (there(n)) rlx_chain_copy(own + n * 256, k + key * T::K_ROW + at), rlx_chain_copy(own + (T::AHEAD + n) * 256, v + key * T::V_ROW + at);
+      }
     #pragma unroll
-    for (int n = 0; n < T::AHEAD; n++) {
-      const int key = rlx_chain_key<T>(of, turn + 1, n);
-      if (last || key >= of.end || at >= T::SIZE) continue;
-      rlx_chain_copy(own + n * 256, k + (long long)key * T::K_ROW + at), rlx_chain_copy(own + (T::AHEAD + n) * 256, v + (long long)key * T::V_ROW + at);
-    }
-    #pragma unroll
-    for (int n = 0; n < T::AHEAD; n++) {
-      keys[n] = rlx_chain_key<T>(of, turn, n);
-      if (keys[n] == of.end && at < T::SIZE) held.k[n] = *(const uint4*)(k_new + at), held.v[n] = *(const uint4*)(v_new + at);
-    }
-    rlx_chain_use<T>(soft, held.k, held.v, query, keys, of.end + 1);
-    if (last) break;
+    for (int n = 0; n < T::AHEAD; n++)
+      if (n * of.step == room && at < T::SIZE) held.k[n] = *(const uint4*)(k_new + at), held.v[n] = *(const uint4*)(v_new + at);
+    rlx_chain_use(soft, held, query, room, of.step);
+    if (left <= 0) break;
     asm volatile("cp.async.wait_all;" ::: "memory");
     #pragma unroll
-    for (int n = 0; n < T::AHEAD; n++) {
-      const bool there = rlx_chain_key<T>(of, turn + 1, n) < of.end && at < T::SIZE;
-      held.k[n] = there ? own[n * 256] : make_uint4(0, 0, 0, 0), held.v[n] = there ? own[(T::AHEAD + n) * 256] : make_uint4(0, 0, 0, 0);
-    }
+    for (int n = 0; n < T::AHEAD; n++)
+      held.k[n] = there(n) ? own[n * 256] : make_uint4(0, 0, 0, 0), held.v[n] = there(n) ? own[(T::AHEAD + n) * 256] : make_uint4(0, 0, 0, 0);
+    room = next;
   }
   #pragma unroll
   for (int by = T::LANES; by < 32; by *= 2) {
@@ -406,35 +435,76 @@ template <class T, class Q, class E> RLX_FN void rlx_chain_attend(
   }
   if (lane == 0) tops[warp] = soft.top, totals[warp] = soft.total;
   rlx_sync<256>();
-  out = 0, top = -1e30f, total = 0;
+  if (threadIdx.x >= T::SIZE) return;
+  float tops_of[8], totals_of[8], outs[8];
   #pragma unroll
-  for (int w = 0; w < 8; w++) top = fmaxf(top, tops[w]);
-  #pragma unroll
-  for (int w = 0; w < 8; w++) {
-    const float keep = rlx_exp2_of(tops[w] - top);
-    total = fmaf(keep, totals[w], total);
-    if (threadIdx.x < T::SIZE) out = fmaf(keep, sums[w * T::SIZE + threadIdx.x], out);
+  for (int n = 0; n < 2; n++) {
+    const float4 a = ((const float4*)tops)[n], b = ((const float4*)totals)[n];
+    tops_of[4 * n] = a.x, tops_of[4 * n + 1] = a.y, tops_of[4 * n + 2] = a.z, tops_of[4 * n + 3] = a.w;
+    totals_of[4 * n] = b.x, totals_of[4 * n + 1] = b.y, totals_of[4 * n + 2] = b.z, totals_of[4 * n + 3] = b.w;
   }
+  #pragma unroll
+  for (int w = 0; w < 8; w++) outs[w] = sums[w * T::SIZE + threadIdx.x];
+  out = 0, top = -1e30f, total = 0;
+  rlx_chain_join(outs, tops_of, totals_of, 8, out, top, total);
 }
 
-/* The shares of a head meet in its first block. `area`: [SPLITS - 1][SIZE + 4] words of this head. True in that block. */
-template <class T> RLX_FN bool rlx_chain_meet(const rlx_chain_share& of, uint32_t* area, uint32_t mark, float& out, float& top, float& total) {
+/* The second block of a pair (a cluster) writes its share into the shared memory of the first one. Elements, greatest score, total: a
+   barrier there counts their bytes. */
+template <int SIZE> RLX_FN void rlx_chain_send(const rlx_chain& own, float out, float top, float total) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(rlx_ring_at(own.pair)));
+  const auto send = [&](int n, float value) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+      ::"r"(there + 16 + n * 4), "r"(__float_as_uint(value)), "r"(there) : "memory");
+  };
+  if (threadIdx.x < SIZE) send(threadIdx.x, out);
+  if (threadIdx.x < 2) send(SIZE + threadIdx.x, threadIdx.x ? total : top);
+}
+template <int SIZE> RLX_FN void rlx_chain_receive(rlx_chain& own, float& out, float& top, float& total) {
+  if (threadIdx.x == 0) rlx_ring_expect(own.pair, (SIZE + 2) * 4, 0);
+  asm volatile(
+    "{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1; @done bra out; bra again; out: }"
+    ::"r"(rlx_ring_at(own.pair)), "r"(own.met) : "memory");
+  own.met ^= 1;
+  if (threadIdx.x >= SIZE) return;
+  const float* const sent = (const float*)(own.pair + 2);
+  const float outs[1] = {sent[threadIdx.x]}, tops[1] = {sent[SIZE]}, totals[1] = {sent[SIZE + 1]};
+  rlx_chain_join(outs, tops, totals, 1, out, top, total);
+}
+/* The shares of a head meet in the first SIZE threads of its first block: those of pairs first. `area`: [pairs - 1][SIZE + 4] words of this
+   head. True in that block. */
+template <class T> RLX_FN bool rlx_chain_meet(rlx_chain& own, const rlx_chain_share& of, uint32_t* area, uint32_t mark, float& out, float& top, float& total) {
   constexpr int PITCH = T::SIZE + 4;
   if (T::SPLITS == 1) return true;
-  if (of.split) {
-    uint32_t* const own = area + (of.split - 1) * PITCH;
-    if (threadIdx.x < T::SIZE) rlx_tell_word(own + threadIdx.x, rlx_word(out, mark));
-    if (threadIdx.x < 4) rlx_tell_word(own + T::SIZE + threadIdx.x, rlx_word(threadIdx.x % 2 ? total : top, mark));
+  const int other = of.split ^ 1;
+  if (of.split > other) {
+    if (of.split < of.active) rlx_chain_send<T::SIZE>(own, out, top, total);
     return false;
   }
-  for (int n = 1; n < of.active; n++) {
-    const uint32_t* const from = area + (n - 1) * PITCH;
-    uint4 ends = rlx_hear_words(from + T::SIZE);
-    uint32_t word = mark;
-    if (threadIdx.x < T::SIZE) word = rlx_hear_word(from + threadIdx.x, mark);
-    while (!rlx_marked(ends, mark)) ends = rlx_hear_words(from + T::SIZE);
-    const float other = rlx_of_word(ends.x), best = fmaxf(top, other), mine = rlx_exp2_of(top - best), theirs = rlx_exp2_of(other - best);
-    total = total * mine + rlx_of_word(ends.y) * theirs, out = out * mine + rlx_of_word(word) * theirs, top = best;
+  if (other < of.active) rlx_chain_receive<T::SIZE>(own, out, top, total);
+  if (of.split) {
+    uint32_t* const told = area + (of.split / 2 - 1) * PITCH;
+    if (threadIdx.x < T::SIZE) rlx_tell_word(told + threadIdx.x, rlx_word(out, mark));
+    if (threadIdx.x < 4) rlx_tell_word(told + T::SIZE + threadIdx.x, rlx_word(threadIdx.x % 2 ? total : top, mark));
+    return false;
   }
+  if (threadIdx.x >= T::SIZE) return true;
+  constexpr int MOST = T::SPLITS > 2 ? T::SPLITS / 2 - 1 : 1;
+  const int others = (of.active - 1) / 2;
+  uint4 ends[MOST];
+  uint32_t words[MOST];
+  const auto hear = [&](int n) { ends[n] = rlx_hear_words(area + n * PITCH + T::SIZE), words[n] = rlx_hear_word(area + n * PITCH + threadIdx.x); };
+  #pragma unroll
+  for (int n = 0; n < MOST; n++)
+    if (n < others) hear(n);
+  float outs[MOST], tops[MOST], totals[MOST];
+  #pragma unroll
+  for (int n = 0; n < MOST; n++) {
+    if (n >= others) continue;
+    while (!rlx_marked(ends[n], mark) || !rlx_marked(words[n], mark)) hear(n);
+    outs[n] = rlx_of_word(words[n]), tops[n] = rlx_of_word(ends[n].x), totals[n] = rlx_of_word(ends[n].y);
+  }
+  rlx_chain_join(outs, tops, totals, others, out, top, total);
   return true;
 }

@@ -428,8 +428,7 @@ def largest_bytes(stages: Sequence[Stage], multiprocessors: int) -> float:
 
 def _copies(stages: Sequence[Stage], multiprocessors: int) -> int:
     """Of words, for blocks to poll: more of them where stages are short."""
-    largest = largest_bytes(stages, multiprocessors)
-    return 4 if largest < SHORT else 2 if largest < MIDDLE else 1
+    return 2 if largest_bytes(stages, multiprocessors) < MIDDLE else 1
 
 
 def _areas(
@@ -477,12 +476,12 @@ def _sure(stages: Sequence[Stage], program: Program, multiprocessors: int) -> li
 
 
 def shares_of(s: Attention, multiprocessors: int) -> tuple[int, int]:
-    """Blocks that share the keys of a head of queries, and the words by which they tell each other their sums."""
+    """Blocks that share the keys of a head of queries, in pairs, and the words by which pairs tell each other their sums."""
     _, heads, _, size = s.native.inputs[0].dims
     splits = 1
-    while splits < SPLITS and 2 * splits * heads <= multiprocessors:
+    while splits < SPLITS and 2 * splits * heads <= multiprocessors and multiprocessors % 2 == 0:
         splits *= 2
-    return splits, heads * (splits - 1) * (size + 4)
+    return splits, heads * max(0, splits // 2 - 1) * (size + 4)
 
 
 def pitch_of(count: int) -> int:
@@ -491,6 +490,6 @@ def pitch_of(count: int) -> int:
 
 
 __all__ = [
-    "AHEAD", "MIDDLE", "SHORT", "Attention", "Chain", "Product", "Refused", "Stage", "in_chains", "largest_bytes", "pitch_of",
-    "shares_of",
+    "AHEAD", "MIDDLE", "SHORT", "THREADS", "Attention", "Chain", "Product", "Refused", "Stage", "in_chains", "largest_bytes",
+    "pitch_of", "shares_of",
 ]  # fmt: skip

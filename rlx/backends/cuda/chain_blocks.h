@@ -80,7 +80,11 @@ RLX_FN void rlx_chain_blocks(
   }
   if (SHARES > 1 && first < 0 && mine.share == 0 && threadIdx.x < 32) {
     #pragma unroll
-    for (int n = 0; n < (SHARES - 1) * HALVES; n++) kept[n % HALVES] += rlx_of_word(rlx_hear_word(told + n * 32, mark));
+    for (int n = 0; n < (SHARES - 1) * HALVES; n++) {
+      uint32_t word = ::rlx_hear_word(told + n * 32);
+      while (!::rlx_marked(word, mark)) word = ::rlx_hear_word(told + n * 32);
+      kept[n % HALVES] += rlx_of_word(word);
+    }
     end(mine.panel(-1) * 32 + threadIdx.x, kept[0], kept[1], squares);
   }
 }

@@ -16,7 +16,7 @@ from rlx.backends.cuda.chain_pieces import WARPS
 from rlx.backends.cuda.chain_table import ARGUMENT, Entry, Operands
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.fronts import FrontWriter
-from rlx.backends.cuda.render import arguments_of
+from rlx.backends.cuda.render import CudaWriter, arguments_of
 from rlx.backends.cuda.schedule import WARP, Launch
 from rlx.backends.cuda.vectors import loads
 from rlx.ir.dtype import DType, f16, f32, index_
@@ -37,7 +37,22 @@ PANELS = (2, 2, 4)  # in flight, of quantised weights: their stages are shorter,
 LOG2E = 1.4426950408889634
 ALIGNED = 128  # bytes, of what shared memory has for a stage
 
-class StageWriter(AheadWriter):
+
+class Roots(CudaWriter):
+    def alu(self, e: Alu) -> str:
+        """1 / sqrt(x) is one instruction, right to 22 bits: results that wait for it are rounded to 16 bits, or multiply such."""
+        if e.op == "div" and e.dtype == f32 and is_const(e.args[0], 1):
+            root = e.args[1]
+            if isinstance(root, Alu) and root.op == "sqrt":
+                return f"rlx_over_sqrt({self.memo[id(root.args[0])]})"
+        return super().alu(e)
+
+
+class ChainFrontWriter(Roots, FrontWriter):
+    """A kernel in front of a chain's attention."""
+
+
+class StageWriter(Roots, AheadWriter):
     """`entries`: of the stage's row. `call`: the statement that runs the stage; `feed`: statements by which the copying warp
     finds its weights."""
 
@@ -51,6 +66,7 @@ class StageWriter(AheadWriter):
         self.given: list[str] = []  # names of arguments of the kernel
         self.marks: dict[Buffer, str] = {}
         self.plain: dict[Buffer, str] = {}
+        self.tried = isinstance(stage, Product)  # its end runs once without effect, with `live` false
 
     def entry(self, entry: Entry) -> str:
         self.entries.append(entry)
@@ -90,26 +106,19 @@ class StageWriter(AheadWriter):
                 self.line(f"{CUDA.element(b.dtype)}* const {self.plain[b]} = {place};")
         if self.plain:
             self.line(f"const int* const halt = (const int*){self.entry((ARGUMENT, self.operands.named(self.step, 'halt')))};")
-            self.line("const bool halted = halt && *(const volatile int*)halt;")
+            self.line("const int halted = halt ? *(const volatile int*)halt : 0;  // waited for where it is used")
 
     def store(self, s: Store, value: str) -> str:
         assert isinstance(s.buffer, Buffer)
         index, texts, dtype = self.value(s.index), [], s.buffer.dtype.name
         if s.buffer in self.marks:
             word = f"rlx_word({CUDA.rounded.get(dtype, '{0}').format(value)}, {self.marks[s.buffer]})"
-            texts.append(f"rlx_tell_words<RLX_COPIES>({self.names[s.buffer]} + {index}, {pitch_of(s.buffer.size)}, {word});")
+            place = f"{self.names[s.buffer]} + {index}, {pitch_of(s.buffer.size)}"
+            texts.append(f"{'if (live) ' * self.tried}rlx_tell_words<RLX_COPIES>({place}, {word});")
         if s.buffer in self.plain:
             stored = CUDA.stores.get(dtype, "{0}[{1}] = {2};").format(self.plain[s.buffer], index, value)
-            texts.append(f"if (!halted) {stored}")
+            texts.append(f"if ({'live && ' * self.tried}!halted) {stored}")
         return " ".join(texts)
-
-    def alu(self, e: Alu) -> str:
-        """1 / sqrt(x) is one instruction, right to 22 bits: results that wait for it are rounded to 16 bits, or multiply such."""
-        if e.op == "div" and e.dtype == f32 and is_const(e.args[0], 1):
-            root = e.args[1]
-            if isinstance(root, Alu) and root.op == "sqrt":
-                return f"rlx_over_sqrt({self.memo[id(root.args[0])]})"
-        return super().alu(e)
 
     @contextmanager
     def function_of_stage(self, opening: str) -> Iterator[None]:
@@ -237,7 +246,7 @@ class ProductWriter(StageWriter):
             for x in found:
                 self.line(f"{early[id(x)]} = {self.value(x)};")
         self.held = early
-        with self.function_of_stage("end = [&](int j, float all, float also, const float* squares)"):
+        with self.function_of_stage("end = [&](int j, float all, float also, const float* squares, bool live = true)"):
             factor = ""
             if p.total is not None and p.factor is not None:
                 self.names[p.total] = self.fix("total", f32, "rlx_chain_total(squares)")
@@ -296,7 +305,7 @@ class AttentionWriter(StageWriter):
         self.window = attrs.window if attrs.mask == "sliding_window" and attrs.window < self.k.dims[2] else 0
 
     def written(self) -> str:
-        fronts = [[FrontWriter(m, self.attention.at.tiles) for _, m in stage] for stage in self.attention.fronts]
+        fronts = [[ChainFrontWriter(m, self.attention.at.tiles) for _, m in stage] for stage in self.attention.fronts]
         every = [w for stage in fronts for w in stage]
         texts = [w.function(f"rlx_front_{KIND}_{n}", member=True) for n, w in enumerate(every)]
         caches = [self.cache(self.k, "k"), self.cache(self.v, "v")]
@@ -305,8 +314,10 @@ class AttentionWriter(StageWriter):
         self.line(f"const int head = blockIdx.x / {splits}, tile = head / {group}, split = blockIdx.x % {splits};")
         self.line(f"const rlx_chain_share of = rlx_chain_share_of<rlx_heads>(position, {self.window}, split);")
         self.line("float out = 0, top = -1e30f, total = 0;")
+        self.place_row()
         self.meet()
         self.stage_words()
+        self.line(f"const bool placed = head % {self.group} == 0 && split == 0 && !stopped && given == position;")
         self.keep_rows()
         self.run_fronts(fronts)
         self.attend(caches)
@@ -333,10 +344,10 @@ class AttentionWriter(StageWriter):
     def meet(self) -> None:
         """Blocks whose share has no keys tell so; all words are written in each run, so that their marks change."""
         place = "(uint32_t*)0, 0"
-        if self.splits > 1:
+        if self.splits > 2:
             entry = self.entry(self.operands.words(self.number, -1))
-            place = f"rlx_words_at({entry}) + head * {(self.splits - 1) * (self.q.dims[3] + 4)}, rlx_mark_of({entry}, run)"
-        self.line(f"const auto meet = [&]() {{ return rlx_chain_meet<rlx_heads>(of, {place}, out, top, total); }};")
+            place = f"rlx_words_at({entry}) + head * {(self.splits // 2 - 1) * (self.q.dims[3] + 4)}, rlx_mark_of({entry}, run)"
+        self.line(f"const auto meet = [&]() {{ return rlx_chain_meet<rlx_heads>(own, of, {place}, out, top, total); }};")
         if self.splits > 1:
             self.line("if (split >= of.active) { meet(); return; }")
 
@@ -406,25 +417,29 @@ class AttentionWriter(StageWriter):
         shared = f"(float*)(own.x + {places.sums}), own.x + {places.later}"
         self.line(f"rlx_chain_attend<rlx_heads>(keys, k, v, {query}, {rows}, of, {shared}, out, top, total);")
 
+    def place_row(self) -> None:
+        """`stopped`, `given`: whether a run has failed, and the position. They are on their way while words are."""
+        s, program, start = self.attention, self.operands.program, self.attention.start
+        step = next(n for stage in s.fronts for n, _ in stage if self.ids[self.k.buffer] in program.steps[n].writes)
+        given = f"(const {CUDA.element(start.buffer.dtype)}*){self.argument(s.step, list(self.ids).index(start.buffer))}"
+        self.line(f"const int* const ended = (const int*){self.entry((ARGUMENT, self.operands.named(step, 'halt')))};")
+        self.line("const int stopped = ended ? *(const volatile int*)ended : 0;")
+        self.line(f"const auto given = ({given})[{start.offset}];")
+
     def finish(self) -> None:
         """The result of a head, by its first block; the new rows of the cache, by the first block of the tile."""
-        s, native, size = self.attention, self.attention.native, self.q.dims[3]
-        program, start = self.operands.program, self.attention.start
+        s, native, size, program = self.attention, self.attention.native, self.q.dims[3], self.operands.program
         self.declare_results([b for b in s.kernel.buffers if self.ids[b] in program.steps[s.step].writes])
         axes, acc, epilogue = _ends(native)
         with self.scope([f"if (meet() && threadIdx.x < {size}) {{"]):
             for var, text in zip(axes, ("0", "head", "0", "threadIdx.x")):
                 self.names[var] = self.fix("at", index_, text)
-            self.names[acc] = self.fix("result", f32, "total == 0 ? 0 : out / total")
+            self.names[acc] = self.fix("result", f32, "total == 0 ? 0 : out * rlx_over(total)")
             self.block(epilogue)
-        step = next(n for stage in s.fronts for n, _ in stage if self.ids[self.k.buffer] in program.steps[n].writes)
-        given = f"(const {CUDA.element(start.buffer.dtype)}*){self.argument(s.step, list(self.ids).index(start.buffer))}"
-        with self.scope([f"if (head % {self.group} == 0 && split == 0 && threadIdx.x < {size // 8}) {{"]):
-            self.line(f"const int* const ended = (const int*){self.entry((ARGUMENT, self.operands.named(step, 'halt')))};")
-            with self.scope([f"if (!(ended && *(const volatile int*)ended) && ({given})[{start.offset}] == position) {{"]):
-                for name, view in (("k", self.k), ("v", self.v)):
-                    place = f"(uint4*)({name} + (long long)position * {view.strides[2]})"
-                    self.line(f"({place})[threadIdx.x] = ((const uint4*)new_{name})[threadIdx.x];")
+        with self.scope([f"if (placed && threadIdx.x < {size // 8}) {{"]):
+            for name, view in (("k", self.k), ("v", self.v)):
+                place = f"(uint4*)({name} + (long long)position * {view.strides[2]})"
+                self.line(f"({place})[threadIdx.x] = ((const uint4*)new_{name})[threadIdx.x];")
 
 
 def _ends(native: Native) -> tuple[tuple[Var, ...], Var, tuple[Stmt, ...]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlx.backends.cuda.chain import Attention, Chain, Product
+from rlx.backends.cuda.chain import THREADS, Attention, Chain, Product, shares_of
 from rlx.backends.cuda.chain_pieces import SUMS, WARPS, Panels
 from rlx.backends.cuda.chain_stages import KIND, AttentionWriter, ProductWriter, heads_text, row_bytes
 from rlx.backends.cuda.chain_table import ARGUMENT, HEADS, WORDS, Entry, Operands
@@ -23,6 +23,7 @@ from rlx.records import record
 COPYING, COPYING_PACKED = 1, 4
 MOST_SLOTS = 12  # of the ring
 OWN_SUMS, SQUARES = 2 * WARPS * SUMS, 2 * WARPS  # numbers: sums of columns, and of norms
+PAIR = 16 + 4 * (THREADS + 2)  # bytes: a barrier, and a share of the keys of a head that the other block of a pair sends
 FRONT = 128  # bytes in front of the words: the number of the run
 DONE = 255  # the kind behind the last stage
 NAME = "RLX_CHAIN_NAME"  # in place of the kernel's name
@@ -72,19 +73,20 @@ def written(chain: Chain, program: Program, blocks: int) -> ChainText:
     operands = Operands(chain, program)
     kinds = _Kinds(chain, operands, blocks)
     area = max(-(-row_bytes(s, chain, program, blocks) // COPIED) * COPIED for s in chain.stages)
-    held = area + 4 * (OWN_SUMS + SQUARES) + 8 * len(kinds.table)
+    heads = next((s for s in chain.stages if isinstance(s, Attention)), None)
+    paired = heads is not None and shares_of(heads, blocks)[0] > 1
+    held = area + 4 * (OWN_SUMS + SQUARES) + 8 * len(kinds.table) + PAIR * paired
     pieces = [s.pieces for s in chain.stages if isinstance(s, Product)]
     packed = [x for x in pieces if isinstance(x, Panels)]
     piece = -(-max(x.piece for x in pieces) // COPIED) * COPIED
     slots = min(MOST_SLOTS, (LARGEST - RESERVED - held - 16 * MOST_SLOTS) // piece)
-    heads = next((s for s in chain.stages if isinstance(s, Attention)), None)
     words, threads = FRONT + 4 * chain.size, WARP * (WARPS + (COPYING_PACKED if packed else COPYING))
     lines = [
         f"constexpr int RLX_CHAIN_BLOCKS = {blocks}, RLX_SLOTS = {slots}, RLX_PIECE = {piece}, RLX_COPIES = {chain.copies};",
         *(_header(x) for x in ("ring.h", "gemv_ring.h", "chain.h")),
         *dict.fromkeys(x.header for x in packed),
         *(heads_text(heads, blocks) if heads else ()), *kinds.texts,
-        *_kernel(kinds, operands, heads, area, words, threads),
+        *_kernel(kinds, operands, heads, paired, area, words, threads),
     ]  # fmt: skip
     table = tuple((kind, value + FRONT if kind == WORDS else value) for kind, value in kinds.table)
     stages = tuple(len(stage) for launch in chain.launches for stage in launch)
@@ -94,21 +96,25 @@ def written(chain: Chain, program: Program, blocks: int) -> ChainText:
 
 
 def _kernel(
-    kinds: _Kinds, operands: Operands, heads: Attention | None, area: int, words: int, threads: int
+    kinds: _Kinds, operands: Operands, heads: Attention | None, paired: bool, area: int, words: int, threads: int
 ) -> Iterator[str]:
+    """`paired`: blocks are clusters of two."""
     entries, stages = len(kinds.table), len(operands.chain.stages)
     direct = "".join(f", unsigned long long direct{n}" for n in range(len(operands.direct)))
     early = [f"if (({{0}}[0] & 255) == {kind}) rlx_stage_{kind}_early(keys, {{0}}, position);" for kind in kinds.attends]
-    yield f'extern "C" __global__ void __launch_bounds__({threads}, 1)\n{NAME}(unsigned char* const base{direct}) {{'
+    cluster = "__cluster_dims__(2) " * paired
+    yield f'extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1)\n{NAME}(unsigned char* const base{direct}) {{'
     yield f"  extern __shared__ __align__({COPIED}) unsigned char rlx_shared[];"
     yield "  unsigned char* const area = rlx_shared + RLX_SLOTS * RLX_PIECE;"
     yield f"  float *const sums = (float*)(area + {area}), *const squares = sums + {OWN_SUMS};"
     yield f"  uint64_t *const table = (uint64_t*)(squares + {SQUARES}), *const filled = table + {entries};"
-    yield "  uint64_t* const used = filled + RLX_SLOTS;"
+    yield "  uint64_t *const used = filled + RLX_SLOTS, *const pair = used + RLX_SLOTS;"
     yield "  rlx_start_next();"
     yield f"  for (int n = threadIdx.x; n < {entries}; n += {threads}) table[n] = ((const uint64_t*)(base + {words}))[n];"
+    if paired:
+        yield f"  if (threadIdx.x == {WARP * WARPS}) rlx_ring_init(pair, 1);"
     yield f"  if (threadIdx.x / 32 == {WARPS}) rlx_ring_begin(filled, RLX_SLOTS, {WARPS}, threadIdx.x % 32);"
-    yield "  __syncthreads();"
+    yield f"  {'rlx_cluster_barrier' if paired else '__syncthreads'}();"
     yield f"  if (threadIdx.x / 32 >= {WARPS}) {{  // weights do not wait for the kernels in front"
     if more := threads > WARP * (WARPS + COPYING):
         yield f"    rlx_chain_registers<false>();\n    if (threadIdx.x / 32 > {WARPS}) return;"
@@ -121,7 +127,7 @@ def _kernel(
     yield "  rlx_chain_registers<true>();" * more
     yield "  rlx_begin();"
     yield "  const uint32_t run = *(const volatile uint32_t*)base;"
-    yield "  rlx_chain own = {rlx_shared, area, filled, used, sums, squares, 0, 0, 0, 0};"
+    yield "  rlx_chain own = {rlx_shared, area, filled, used, sums, squares, 0, 0, 0, 0, 0, pair};"
     if heads:
         yield from _position(kinds, operands, heads)
         yield from (f"  {text.format('table')}" for text in early)

@@ -385,6 +385,18 @@ class Gpu:
             check(self.driver.cuFuncSetAttribute(found, attribute, value), f"loading {name}")
         return found
 
+    def in_clusters(self, function: Any, threads: int, shared: int) -> int | None:
+        """Blocks that run at once of a kernel whose blocks are clusters; None: they are not."""
+        d, doing = self.driver, "looking for room for a kernel"
+        width = check(d.cuFuncGetAttribute(d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH, function), doing)
+        if width < 2:
+            return None
+        config, attribute = self._config(width, threads, shared), d.CUlaunchAttribute()
+        attribute.id, size = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, attribute.value.clusterDim
+        size.x, size.y, size.z = width, 1, 1
+        config.attrs, config.numAttrs = [attribute], 1
+        return width * check(d.cuOccupancyMaxActiveClusters(function, config), doing)
+
     def _unload(self, module: Any) -> None:
         with self.at_the_end(wait=True):  # for launches of its kernels
             self.driver.cuModuleUnload(module)
@@ -412,10 +424,7 @@ class Gpu:
     ) -> None:  # fmt: skip
         """Queue a kernel whose arguments are descriptors of tensors, then addresses. `early`: its blocks may start before the
         kernel queued before it ends; each waits for that itself (rlx_begin)."""
-        d, config = self.driver, self.driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes, config.hStream = shared, self.use()
+        d, config = self.driver, self._config(blocks, threads, shared)
         if early and self.capability >= 90:
             attribute = d.CUlaunchAttribute()
             attribute.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -423,6 +432,13 @@ class Gpu:
             config.attrs, config.numAttrs = [attribute], 1
         values = ((*maps, *arguments), (*(None for _ in maps), *(ctypes.c_void_p for _ in arguments)))
         check(d.cuLaunchKernelEx(config, function, values, 0), "launching a kernel")
+
+    def _config(self, blocks: int, threads: int, shared: int) -> Any:
+        config = self.driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes, config.hStream = shared, self.use()
+        return config
 
 
 class Functions(dict[str, Any]):
