@@ -91,6 +91,7 @@ class FakeDriver:
         self.answers: dict[str, Status] = {}
         self.calls: Counter[str] = Counter()
         self.attributes: dict[tuple[str, str], int] = {}  # by function and name
+        self.clusters: dict[str, int] = {}  # blocks of a cluster, by kernel
         self.most_clusters = 66
         self.waited: list[int] = []  # streams
         self.order: list[tuple[str, Any]] = []  # of events on streams
@@ -405,10 +406,15 @@ class FakeDriver:
         return SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace()))
 
     def cuOccupancyMaxActiveClusters(self, function: str, config: SimpleNamespace) -> tuple[Any, ...]:
+        (cluster,) = config.attrs
+        width = self.clusters[function]
+        assert config.numAttrs == 1 and cluster.id == self.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        assert (cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z) == (width, 1, 1)
         return OK, self.most_clusters
 
     def cuFuncGetAttribute(self, attribute: str, function: str) -> tuple[Any, ...]:
-        return OK, 2
+        assert attribute == self.CUfunction_attribute.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH
+        return OK, self.clusters.get(function, 0)
 
     CUlaunchAttributeID = Names()
 

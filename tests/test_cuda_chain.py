@@ -21,7 +21,7 @@ from rlx.backends.cuda.chain_writer import ARGUMENT, HEADS, WORDS, written
 from rlx.backends.cuda.code import launches_of, prologue
 from rlx.compiler import lower
 from rlx.errors import DeviceUnavailableError
-from rlx.frontends.models.decoder import build
+from rlx.frontends.models.decoder import _Network, build
 from rlx.frontends.models.families import config_of
 from rlx.ir.blocks import FORMATS
 from rlx.ir.kernel import walk
@@ -49,6 +49,14 @@ FAMILIES = {
         "num_key_value_heads": 4,
     },  # panels shared by blocks, beside whole ones and alone
 }  # fmt: skip
+MEETING = {  # two blocks for a head, wide heads, and pairs that meet in every other layer
+    "broad": {"model_type": "llama", "num_attention_heads": 40, "num_key_value_heads": 8},
+    "wide heads": {"model_type": "qwen3", "head_dim": 128},
+    "alternating": {
+        "model_type": "qwen3", "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 100,
+    },
+}  # fmt: skip
+PLACES = [(200, 0), (200, 130), (3000, 2500)]  # keys of the cache, those in use at first
 PACKED = ("q8_0", "q4_0", "q5_0", "q4_k", "q5_k", "q6_k", "mixed")  # formats
 
 
@@ -171,10 +179,29 @@ def test_a_gpu_with_fewer_multiprocessors_refuses_it(driver):
     wider = [replace(c, table=((HEADS, 255),), blocks=BLOCKS + 1) for c in artifact.coded["steps"]]
     with pytest.raises(DeviceUnavailableError, match="133 multiprocessors, and .* has 132: compile it for this GPU"):
         backend.load(replace(artifact, coded={**artifact.coded, "steps": wider}))
-    driver.most_clusters = 65
+    driver.most_clusters, driver.clusters = 65, {c.name: 2 for c in artifact.coded["steps"]}
     whole = [replace(c, table=((HEADS, 255),), blocks=BLOCKS) for c in artifact.coded["steps"]]
     with pytest.raises(DeviceUnavailableError, match="132 of them in pairs, and .* runs 130 at once: use a whole GPU"):
         backend.load(replace(artifact, coded={**artifact.coded, "steps": whole}))
+
+
+def test_blocks_are_pairs_where_their_number_is_even():
+    program = decoder(SMALL | FAMILIES["llama"])
+    for count, pairs in ((114, True), (131, False)):
+        (found,) = [x for x in launches_of(program, "sm_90a", count) if isinstance(x, Chain)]
+        assert ("__cluster_dims__(2)" in written(found, program, count).text) == pairs
+
+
+def test_attention_whose_result_is_scaled_by_a_param_is_in_no_chain(monkeypatch):
+    linear = _Network.linear
+
+    def scaled(self, name, x, *rest, **more):
+        return linear(self, name, x * self.g.param(f"{name}.gate", x.shape, "f32") if "o_proj" in name else x, *rest, **more)
+
+    monkeypatch.setattr(_Network, "linear", scaled)
+    graph = build(config_of(SMALL | FAMILIES["llama"]), 1, 1, 300, "bf16", cache="bf16", steps=())
+    texts = CudaBackend().compile(lower(graph, HOPPER, rlx.CompileOptions())).texts().values()
+    assert any("attention whose results are stored with other values" in text for text in texts)
 
 
 # -- the order of blocks, by code that is not the planner's ----------------------------------------------------------
@@ -212,15 +239,15 @@ def splits_of(s: Attention) -> tuple[int, int]:
     return heads, next(2**n for n in range(3, -1, -1) if 2**n * heads <= BLOCKS)
 
 
-def readers(s: chain.Stage, buffer: int, program: Program) -> Iterator[tuple[int, set[int]]]:
-    """The blocks that read words of a buffer, and which."""
+def readers(s: chain.Stage, buffer: int, program: Program, every: bool = False) -> Iterator[tuple[int, set[int]]]:
+    """The blocks that read words of a buffer, and which: of attention those that always do, or `every` one that may."""
     size = program.buffers[buffer].shape.num_elements
     if isinstance(s, Product):
         busy = {b for b, own in enumerate(owners(s)) if own} | {b for b, _ in helpers(s)}
         yield from ((b, set(range(size))) for b in sorted(busy))
         return
     (heads, splits), tiles = splits_of(s), s.at.tiles
-    for b in range(0, heads * splits, splits):  # the blocks with the first share always read
+    for b in range(0, heads * splits, 1 if every else splits):  # the blocks with the first share always read
         tile = b // splits // (heads // tiles)
         yield b, {first + tile * by + i for first, by, n in s.ranges[buffer] for i in range(n)}
 
@@ -251,6 +278,7 @@ def faults(found: Chain, program: Program) -> list[str]:
     users: dict[tuple[int, int], list[int]] = {}
     out: list[str] = []
     ends: list[np.ndarray] = []
+    met = -1  # the last attention, whose blocks send their shares to the block in front of each
     for i, s in enumerate(found.stages):
         sources = [a for a in wrote if a in heard(s, program) and a in found.words]
         for a in sources:
@@ -269,10 +297,22 @@ def faults(found: Chain, program: Program) -> list[str]:
             if first in before:
                 last, those = before[first]
                 out += [f"stage {i} writes words of {last}" for b in active for c in those if c != b and done[b, c] < last]
+        if isinstance(s, Attention):
+            known, (heads, splits) = done.copy(), splits_of(s)
+            for a in sources:
+                stage, columns = wrote[a]
+                for b, wanted in readers(s, a, program, every=True):
+                    wrote_some = [c for c, own in enumerate(columns) if not own.isdisjoint(wanted)]
+                    known[b] = np.maximum(known[b], ends[stage][wrote_some].max(axis=0, initial=-1))
+            second = range(1, heads * splits, 2) if splits > 1 else ()
+            out += [f"stage {i}: block {b} sends before {b - 1} has read stage {met}" for b in second if known[b, b - 1] < met]
+            met = i
         for b, other in helpers(s):
             done[other] = np.maximum(done[other], done[b])
         if (i, -1) in found.areas:
             before[found.areas[i, -1][0]] = i, sorted({other for _, other in helpers(s)})
+            if isinstance(s, Attention):  # it has met its pair before it told
+                done[other, b] = i
         done[np.arange(BLOCKS), np.arange(BLOCKS)] = i
         ends.append(done.copy())
         for a in program.steps[s.step].writes & found.words:
@@ -330,6 +370,15 @@ def test_words_are_written_again_only_where_every_block_has_read_them(config, fo
     assert len(found.uses) < len(found.areas), "words are used again"
 
 
+def test_the_check_finds_shares_that_are_sent_too_early():
+    """Two attentions with no words between them."""
+    program = decoder(MODELS["qwen3"])
+    (found,) = chains(program)
+    first, second, *_ = (i for i, s in enumerate(found.stages) if isinstance(s, Attention))
+    between = {a for s in found.stages[first:second] for a in program.steps[s.step].writes}
+    assert any("sends before" in fault for fault in faults(replace(found, words=found.words - between), program))
+
+
 def test_the_check_finds_words_that_are_used_again_too_early():
     program = decoder(MODELS["qwen3"])
     (found,) = chains(program)
@@ -378,11 +427,17 @@ def weights_of(config, form: str) -> tuple[dict[str, np.ndarray], dict[str, np.n
 
 
 @on_gpu
-@pytest.mark.parametrize(("keys", "start"), [(200, 0), (200, 130), (3000, 2500)])
-@pytest.mark.parametrize(("name", "form"), [*((name, "bf16") for name in FAMILIES), *(("packed", form) for form in PACKED)])
+@pytest.mark.parametrize(
+    ("name", "form", "keys", "start"),
+    [
+        *((*x, *at) for x in [*((n, "bf16") for n in FAMILIES), *(("packed", f) for f in PACKED)] for at in PLACES),
+        *((n, "bf16", 900, start) for n in ("llama", *MEETING) for start in (70, 150, 310, 630)),
+    ],
+)  # fmt: skip
 def test_logits_are_as_close_to_those_in_f32_as_by_launches(name, form, keys, start, monkeypatch):
-    """The same weights and a cache of numbers of bf16, on the CPU in f32; tokens are given, so errors do not add up."""
-    config = SMALL | FAMILIES[name]
+    """The same weights and a cache of numbers of bf16, on the CPU in f32; tokens are given, so errors do not add up. In the last
+    cases blocks become more while tokens are made: 80 keys of 128 elements, or 160 of 64, for each."""
+    config = SMALL | (FAMILIES | MEETING)[name]
     params, plain = weights_of(config, form)
     formats = formats_of(config, form)
     handles = build(config_of(config), 1, 1, keys, formats, cache="bf16").handles

@@ -261,7 +261,7 @@ RLX_FN void rlx_chain_product(
     const float theirs = rlx_from(lower ? high : low, 32, 5);
     if (kept) own.sums[own.half * STEP + place + summed * 8] = mine + theirs;
   };
-  /* The end of columns runs once before words come, and stores nothing: its code is in the cache when it counts. */
+  /* The end of columns runs once before words come, on whatever is there, and stores nothing: its code is in the cache when it counts. */
   int group = first - 1;
   asm volatile("" : "+r"(group)); /* so that no code is made for that turn alone */
   #pragma unroll 1

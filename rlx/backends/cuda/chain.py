@@ -245,6 +245,8 @@ def attention_of(stages: Stages, program: Program, found: Sequence[Launch | None
     ordered = native.attrs.mask in ("causal", "sliding_window") and mask is None and start is not None
     if batch * queries != 1 or not ordered or at.kernel.limits:
         raise Refused("attention of more than one query, or with another mask than of the positions")
+    if any(isinstance(x, Load) for x in walk(native.epilogue)):
+        raise Refused("attention whose results are stored with other values")
     if size != width or size % 8 or heads > THREADS or not (in_chunks(k) and in_chunks(v)) or size > THREADS:
         raise Refused(f"attention of heads of {size} and {width} elements")
     known = [front_of(stage, program, found) for stage in stages[:-1]]
@@ -347,6 +349,7 @@ def chained(program: Program, stages: tuple[Stage, ...], launches: tuple[Stages,
     behind |= {a for step in program.commit for a in step.reads} | {o.buffer for o in program.outputs}
     plain |= {a for a in wrote if a in behind or a not in last or program.buffers[a].region is not Region.ARENA}
     _check_heads(stages, program, multiprocessors)
+    _check_order(stages, program, wrote)
     _check_memory(stages, program, heard, plain, wrote)
     copies = _copies(stages, multiprocessors)
     areas, uses, size = _areas(stages, program, heard, copies, multiprocessors)
@@ -396,6 +399,20 @@ def _check_heads(stages: Sequence[Stage], program: Program, multiprocessors: int
             covered = {r + t * by + i for r, by, n in runs for t in range(s.at.tiles) for i in range(n)}
             if len(covered) != program.buffers[a].shape.num_elements or any(x % 4 for run in runs for x in run):
                 raise Refused("attention does not read all that is computed for it")
+
+
+def _check_order(stages: Sequence[Stage], program: Program, wrote: Mapping[int, int]) -> None:
+    """A block sends its share of a head to the other one of its pair, which must have read that of the attention before: words
+    that follow from the results of all heads say so."""
+    after = set[int]()  # the last attention, and stages with words that follow from it
+    for i, s in enumerate(stages):
+        follows = any(wrote.get(a, -1) in after for a in _sources(s, program))
+        if isinstance(s, Attention):
+            if after and not follows:
+                raise Refused("two attentions of which neither waits for the other")
+            after = {i}
+        elif follows:
+            after.add(i)
 
 
 def _check_memory(stages: Sequence[Stage], program: Program, heard: set[int], plain: set[int], wrote: Mapping[int, int]) -> None:

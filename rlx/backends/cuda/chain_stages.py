@@ -66,7 +66,7 @@ class StageWriter(Roots, AheadWriter):
         self.given: list[str] = []  # names of arguments of the kernel
         self.marks: dict[Buffer, str] = {}
         self.plain: dict[Buffer, str] = {}
-        self.tried = isinstance(stage, Product)  # its end runs once without effect, with `live` false
+        self.tried = isinstance(stage, Product)  # its end may run once without effect, with `live` false
 
     def entry(self, entry: Entry) -> str:
         self.entries.append(entry)
