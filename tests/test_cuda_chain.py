@@ -14,9 +14,10 @@ from cuda_kernels import MODELS, OTHERS, PLAIN, SIZES, reports
 from test_cuda import HOPPER, nvrtc, on_gpu
 
 import rlx
-from rlx.backends.cuda import chain, code
+from rlx.backends.cuda import code
 from rlx.backends.cuda.backend import CudaBackend
-from rlx.backends.cuda.chain import Attention, Chain, Product
+from rlx.backends.cuda.chain import Chain
+from rlx.backends.cuda.chain_parts import Attention, Product, Stage
 from rlx.backends.cuda.chain_writer import ARGUMENT, HEADS, WORDS, written
 from rlx.backends.cuda.code import launches_of, prologue
 from rlx.compiler import lower
@@ -220,7 +221,7 @@ def owners(s: Product) -> list[set[int]]:
     return out
 
 
-def helpers(s: chain.Stage) -> list[tuple[int, int]]:
+def helpers(s: Stage) -> list[tuple[int, int]]:
     """Blocks that tell another one their share of its sums: (block, the other). Pairs of blocks of a head have met before."""
     if isinstance(s, Attention):
         heads, splits = splits_of(s)
@@ -239,7 +240,7 @@ def splits_of(s: Attention) -> tuple[int, int]:
     return heads, next(2**n for n in range(3, -1, -1) if 2**n * heads <= BLOCKS)
 
 
-def readers(s: chain.Stage, buffer: int, program: Program, every: bool = False) -> Iterator[tuple[int, set[int]]]:
+def readers(s: Stage, buffer: int, program: Program, every: bool = False) -> Iterator[tuple[int, set[int]]]:
     """The blocks that read words of a buffer, and which: of attention those that always do, or `every` one that may."""
     size = program.buffers[buffer].shape.num_elements
     if isinstance(s, Product):
@@ -252,7 +253,7 @@ def readers(s: chain.Stage, buffer: int, program: Program, every: bool = False) 
         yield b, {first + tile * by + i for first, by, n in s.ranges[buffer] for i in range(n)}
 
 
-def writers(s: chain.Stage, buffer: int, program: Program) -> list[set[int]]:
+def writers(s: Stage, buffer: int, program: Program) -> list[set[int]]:
     if isinstance(s, Product):
         return owners(s)
     (heads, splits), size = splits_of(s), s.native.inputs[0].dims[3]
@@ -262,7 +263,7 @@ def writers(s: chain.Stage, buffer: int, program: Program) -> list[set[int]]:
     return out
 
 
-def heard(s: chain.Stage, program: Program) -> set[int]:
+def heard(s: Stage, program: Program) -> set[int]:
     """The buffers whose words a stage reads: not those of which an epilogue reads its own column."""
     if isinstance(s, Attention):
         return {x for n in s.steps for x in program.steps[n].reads}
@@ -332,7 +333,7 @@ def unmarked(found: Chain, program: Program, runs: int = 3) -> list[str]:
     return out
 
 
-def shared_words(s: chain.Stage) -> int:
+def shared_words(s: Stage) -> int:
     if isinstance(s, Product):
         return 32 * len(helpers(s)) * (1 if s.contract.also is None else 2)
     return (s.native.inputs[0].dims[3] + 4) * len(helpers(s))

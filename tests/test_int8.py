@@ -8,6 +8,7 @@ from kernel_runs import TARGETS
 from sentences import sentences
 
 import rlx
+from rlx.backends.cpu.backend import with_natives
 from rlx.backends.cpu.target import target_for
 from rlx.compiler.channels_last import channels_last
 from rlx.compiler.compilation import Compilation
@@ -221,7 +222,27 @@ def test_an_attention_layer_keeps_its_attention():
     h = ops.linear(x, w).reshape((2, 4, 2, 4)).transpose(0, 2, 1, 3)
     g.set_outputs([ops.attention(h, h, h)])
     claimed = rlx.Session(rlx.Device.CPU).compile(g, INT8).program()
-    assert [s.kernel.origin for s in claimed.steps if "attention" in s.kernel.origin] == [("attention",)]
+    assert [s.kernel.origin[0] for s in claimed.steps if "attention" in s.kernel.origin] == ["attention"]
+
+
+@pytest.mark.parametrize(("features", "narrow"), [(("avx512bf16",), True), ((), False)])
+def test_attention_is_narrow_where_the_target_is_fast_at_it(features, narrow):
+    target = with_natives(target_for("x86_64-linux-gnu", "x86-64-v4", features))
+    g = rlx.Graph("layer")
+    x, w = g.input("x", (2, 40, 8), rlx.f32), g.param("w", (8, 32), rlx.f32)
+    h = ops.linear(x, w).reshape((2, 40, 2, 16)).transpose(0, 2, 1, 3)
+    g.set_outputs([ops.attention(h, h, h)])
+    notes: list = []
+    found = precision(g, Compilation(target, INT8), notes)
+    (node,) = (n for n in found.nodes() if n.op.name == "attention")
+    assert {v.dtype for v in node.inputs} == {rlx.bf16 if narrow else rlx.f32}
+    assert [(r.op, r.how, r.why) for r in notes] == [
+        ("matmul", "narrowed", "8-bit integers"), *[("attention", "narrowed", "native in bf16")] * narrow,
+    ]  # fmt: skip
+    rng = np.random.default_rng(0)
+    given = {"x": rng.standard_normal((2, 40, 8), np.float32)}, {"w": rng.standard_normal((8, 32), np.float32)}
+    made, want = (evaluate(graph, *given)[0][0] for graph in (found, g))
+    assert made.dtype == np.float32 and np.abs(made - want).max() < 0.05 * np.abs(want).max()
 
 
 @pytest.mark.parametrize("leaf", ["input", "param"])

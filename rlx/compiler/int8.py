@@ -7,8 +7,9 @@ contribution of the rows' least elements). The rows of a convolution overlap, un
 the padding, are rounded between the least and the largest of their image. So a result differs from the exact one by at most
 span(x)/510 * sum|w| + max|w|/254 * sum(|x| + span(x)/510), in addition to f32 rounding.
 
-A row with a NaN or an infinity gives NaN everywhere, and so does a column of such weights. Contractions of two activations
-(attention), of other dtypes, or with a depth at which sums might exceed 32 bits are unchanged.
+A row with a NaN or an infinity gives NaN everywhere, and so does a column of such weights. Attention is narrowed as by "auto", to
+bf16 operands where the target is fast at it. Other contractions of two activations, those of other dtypes, or with a depth at
+which sums might exceed 32 bits are unchanged.
 """
 
 from __future__ import annotations
@@ -36,16 +37,20 @@ FEW_CHANNELS = 4  # of a colour image
 MOST_DEPTH = 1 << 16  # sums of 255 * 127 stay in 31 bits
 
 
-def in_int8(graph: Graph, compilation: Compilation, notes: list[NodeReport] | None = None) -> Graph:
+Slim = Callable[[Node, Sequence[int]], Node | None]
+
+
+def in_int8(graph: Graph, compilation: Compilation, slim: Slim, notes: list[NodeReport] | None = None) -> Graph:
     """`graph` with contractions with weights on integers. CompileError: the target lacks the dtypes.
 
+    `slim`: a composite with those operands, which go into contractions, in a narrow float; None: the target has no such kernel.
     `notes` receives the changed nodes ("narrowed") and the unchanged contractions with the reason ("kept")."""
     if missing := {"u8", "i8", "i32"} - (target := compilation.target).dtypes:
         raise CompileError(f"precision='int8': no {known(missing)} on {target.name}; it has {known(target.dtypes)}")
 
-    def note(node: Node, why: str = "") -> None:
+    def note(node: Node, why: str = "", dtype: str = "8-bit integers") -> None:
         if notes is not None:
-            notes.append(NodeReport(node.name or "", node.op.name, "kept" if why else "narrowed", "", why or "8-bit integers"))
+            notes.append(NodeReport(node.name or "", node.op.name, "kept" if why else "narrowed", "", why or dtype))
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         node = keep(node, inputs)[0].node
@@ -53,7 +58,11 @@ def in_int8(graph: Graph, compilation: Compilation, notes: list[NodeReport] | No
             if (pixels := whole_pixels(node, compilation, u8, node.inputs[0])) is not None:
                 note(node)
                 return (_of_pixels(pixels, *node.inputs[2:]),)
-        if node.op.kind is Kind.COMPOSITE and node.op.decompose and into_contractions(node, compilation) is not None:
+        into = into_contractions(node, compilation) if node.op.kind is Kind.COMPOSITE and node.op.decompose else None
+        if into is not None:
+            if (made := slim(node, into)) is not None:
+                note(node, dtype=f"native in {made.inputs[0].dtype}")
+                return widened(made, node)
             return node.results if compilation.is_native(node) else expand(node, new)
         if node.op.kind is not Kind.CONTRACT or any(v.dtype != f32 for v in inputs) or compilation.is_static(inputs[0].node):
             return node.results
@@ -71,6 +80,11 @@ def in_int8(graph: Graph, compilation: Compilation, notes: list[NodeReport] | No
         return node.results if why or image is None else (_product(node, image, views, inputs[1], target.threads == 1),)
 
     return graph.rebuild(new)
+
+
+def widened(slim: Node, node: Node) -> Sequence[Value]:
+    """The results of the narrowed node, cast to the dtypes of the original node."""
+    return tuple(v if v.dtype == want.dtype else v.astype(want.dtype) for v, want in zip(slim.results, node.shapes))
 
 
 def few_channels(node: Node) -> bool:
@@ -151,4 +165,4 @@ def _of_pixels(pixels: Pixels, bias: Value | None = None) -> Value:
     return made if bias is None else made + bias
 
 
-__all__ = ["in_int8"]
+__all__ = ["few_channels", "in_int8", "widened"]

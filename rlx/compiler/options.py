@@ -34,17 +34,17 @@ class CompileOptions:
     """Options of a compile. Bad values raise OptionError when the options are made.
 
     precision: "f32" computes as declared; "tf32" as well, but contractions of f32 may round their operands to 10 bits of
-    fraction, which a GPU does and the CPU does not; "f16" and "bf16" run contractions on that dtype with f32 accumulation, and
-    round the values that convolutions read, outputs too; "auto" does so with bf16 where the target is fast at it. "int8":
-    contractions with weights run on 8-bit integers, scaled per row (convolutions: per image) and per column (rlx.compiler.int8),
-    the others as declared. `disable`: names of passes to leave out. `alignment`: bytes between buffer starts, None: the target's.
-    `dims`: values of named dims; one may be "auto" (rlx.compile). `extent`: a named dim that stays active, and the most it can be
-    in a run. `handles`: states the caller will bind. `threads`: None: as many as the process may use. `deterministic`: True, as
-    every run of a graph gives the same bits at a given number of threads; False is refused, as nothing would be faster for it.
-    `checked`: raise NumericsError where a NaN appears. `debug`: guard stale views. `verbose`: keep and print the text of every
-    stage. `dump`: folder that receives it. `tune`: True, or the number of seconds a compile may spend on tuning the tiling of
-    kernels on this machine (see README); or earlier tilings: a report's `tuning`, its `tilings`, or the path of a file of them.
-    Results are the same bits.
+    fraction, which a GPU does and the CPU does not; "f16" and "bf16" run contractions on that dtype with f32 accumulation,
+    and round the values that convolutions read, outputs too; "auto" does so with bf16 where the target is fast at it. "int8":
+    contractions with weights run on 8-bit integers, scaled per row (convolutions: per image) and per column
+    (rlx.compiler.int8), attention as by "auto", the others as declared. `disable`: names of passes to leave out. `alignment`:
+    bytes between buffer starts, None: the target's. `dims`: values of named dims; one may be "auto" (rlx.compile). `extent`:
+    a named dim that stays active, and the most it can be in a run. `handles`: states the caller will bind. `threads`: None:
+    as many as the process may use. `deterministic`: True, as every run of a graph gives the same bits at a given number of
+    threads; False is refused, as nothing would be faster for it. `checked`: raise NumericsError where a NaN appears. `debug`:
+    guard stale views. `verbose`: keep and print the text of every stage. `dump`: folder that receives it. `tune`: True, or
+    the number of seconds a compile may spend on tuning the tiling of kernels on this machine (see README); or earlier
+    tilings: a report's `tuning`, its `tilings`, or the path of a file of them. Results are the same bits.
     """
 
     precision: str = "f32"

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.compiler.compilation import Compilation
-from rlx.compiler.int8 import few_channels, in_int8
+from rlx.compiler.int8 import few_channels, in_int8, widened
 from rlx.compiler.legalise import expand, into_contractions
 from rlx.compiler.pixels import whole_pixels
 from rlx.errors import CompileError, GraphError, known
@@ -37,9 +37,15 @@ def precision(graph: Graph, compilation: Compilation, notes: list[NodeReport] | 
 
     `notes` receives the nodes whose dtype changes ("narrowed"), and those that keep it for a stated reason ("kept").
     """
-    if compilation.options.precision == "int8":
-        return in_int8(graph, compilation, notes)
-    narrow = _policy(compilation)
+    integers = compilation.options.precision == "int8"
+    narrow = _policy(compilation, "auto" if integers else compilation.options.precision)
+
+    def native(node: Node, into: Sequence[int]) -> Node | None:
+        slim = None if narrow is None else _on(node, narrow, into)
+        return slim if slim is not None and compilation.is_native(slim) else None
+
+    if integers:
+        return in_int8(graph, compilation, native, notes)
 
     def whole(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         node = keep(node, inputs)[0].node
@@ -72,14 +78,15 @@ def precision(graph: Graph, compilation: Compilation, notes: list[NodeReport] | 
                 note(node, "kept", f"its images have few channels: gathering {narrow} numbers takes longer than f32 products")
                 return keep(node, tuple(_narrowed(v, narrow, f32) if v.dtype == f32 else v for v in inputs))
             note(node, "narrowed", f"{narrow} operands and result, f32 accumulation")
-            return _widened(_on(node, narrow, range(len(inputs))), node)
+            slim = _on(node, narrow, range(len(inputs)))
+            assert slim is not None, f"{node} takes no narrow operands"
+            return widened(slim, node)
         into = into_contractions(node, compilation) if node.op.kind is Kind.COMPOSITE and node.op.decompose else None
         if into is None:
             return results
-        slim = _on(node, narrow, into)
-        if slim is not None and compilation.is_native(slim):
+        if (slim := native(node, into)) is not None:
             note(node, "narrowed", f"native in {narrow}")
-            return _widened(slim, node)
+            return widened(slim, node)
         if compilation.is_native(node):
             note(node, "kept", f"native in f32, not in {narrow}")
             return results
@@ -133,9 +140,9 @@ def _whole_pixels(node: Node, compilation: Compilation, narrow: DType | None) ->
     return None if found is None else found.conv(found.image.astype(dtype), *node.inputs[2:])
 
 
-def _policy(compilation: Compilation) -> DType | None:
+def _policy(compilation: Compilation, wanted: str) -> DType | None:
     """The dtype of contraction operands; None: as declared."""
-    target, wanted = compilation.target, compilation.options.precision
+    target = compilation.target
     if wanted == "auto":
         fast = "bf16" in target.dtypes and any("bf16" in feature for feature in target.features)
         return DTYPES["bf16"] if fast else None
@@ -191,12 +198,6 @@ def _as_view(v: Value) -> Value:
     made = node.op.decompose(node.attrs, *node.inputs)
     value = made if isinstance(made, Value) else made[v.index]
     return value if value.node.op.kind is Kind.VIEW and same_values(value.node.inputs, node.inputs) else v
-
-
-def _widened(slim: Node | None, node: Node) -> Sequence[Value]:
-    """The results of the narrowed node, cast to the dtypes of the original node."""
-    assert slim is not None, f"{node} takes no narrow operands"
-    return tuple(v if v.dtype == want.dtype else v.astype(want.dtype) for v, want in zip(slim.results, node.shapes))
 
 
 __all__ = ["precision"]

@@ -12,6 +12,8 @@ from functools import reduce
 
 from rlx.backends.cuda.ahead import AheadWriter
 from rlx.backends.cuda.attention import ELEMENTS
+from rlx.backends.cuda.chain import MIDDLE, SHORT, Chain, largest_bytes, pitch_of
+from rlx.backends.cuda.chain_parts import AHEAD, Attention, Product, Stage, shares_of
 from rlx.backends.cuda.chain_pieces import WARPS
 from rlx.backends.cuda.chain_table import ARGUMENT, Entry, Operands
 from rlx.backends.cuda.dialect import CUDA
@@ -24,10 +26,6 @@ from rlx.ir.kernel import Alu, Buffer, Const, Contract, Load, Native, Stmt, Stor
 from rlx.ir.ops.attention import AttentionAttrs
 from rlx.ir.program import Program, Region
 from rlx.records import record
-
-from rlx.backends.cuda.chain import (  # isort: skip
-    AHEAD, MIDDLE, SHORT, Attention, Chain, Product, Stage, largest_bytes, pitch_of, shares_of,
-)  # fmt: skip
 
 KIND = "RLX_KIND"  # in place of the number of a stage's kind
 # pieces in flight, of chains whose largest product is shorter than SHORT, than MIDDLE, longer; cycles from one to the next, since

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlx.backends.cuda.chain import THREADS, Attention, Chain, Product, shares_of
+from rlx.backends.cuda.chain import Chain
+from rlx.backends.cuda.chain_parts import THREADS, Attention, Product, shares_of
 from rlx.backends.cuda.chain_pieces import SUMS, WARPS, Panels
 from rlx.backends.cuda.chain_stages import KIND, AttentionWriter, ProductWriter, heads_text, row_bytes
 from rlx.backends.cuda.chain_table import ARGUMENT, HEADS, WORDS, Entry, Operands
