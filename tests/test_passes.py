@@ -551,8 +551,8 @@ def test_f32_and_auto_without_fast_bf16_change_nothing():
 
 
 def test_auto_is_bf16_where_the_target_is_fast_at_it():
-    fast = replace(TARGET, features=("avx512bf16",))
-    assert {n.shapes[0].dtype.name for n in contractions(precision(layer(), under(fast, precision="auto")))} == {"bf16"}
+    for fast in (replace(TARGET, features=("avx512bf16",)), replace(TARGET, quick=frozenset({"bf16"}))):
+        assert {n.shapes[0].dtype.name for n in contractions(precision(layer(), under(fast, precision="auto")))} == {"bf16"}
 
 
 def test_a_claimed_composite_is_narrowed_whole_or_kept():

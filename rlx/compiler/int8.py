@@ -27,11 +27,12 @@ from rlx.ir import ops
 from rlx.ir.dtype import f32, i8, i32, u8
 from rlx.ir.graph import Graph, Node, Value, keep
 from rlx.ir.layout import Layout
-from rlx.ir.op import Kind
+from rlx.ir.op import OPS, Kind
 from rlx.ir.ops.conv import ConvAttrs
 from rlx.ir.program import NodeReport
 from rlx.ir.shape import contiguous_strides
 
+CAST = OPS["cast"]
 TINY = 1e-30  # lower bound of a span or magnitude, so that its reciprocal is finite
 FEW_CHANNELS = 4  # of a colour image
 MOST_DEPTH = 1 << 16  # sums of 255 * 127 stay in 31 bits
@@ -126,6 +127,20 @@ def _bytes(x: Value, low: Value, span: Value) -> Value:
     return ops.astype(ops.round((x - low) * (255.0 / ops.maximum(span, TINY))), u8)
 
 
+def _uncast(x: Value) -> Value:
+    """`x` before a cast of a narrower float to f32, also in front of views: rows are read, and compared, as they are stored."""
+    views, root = list[Node](), x
+    while root.node.op.kind is Kind.VIEW and len(root.node.inputs) == len(root.node.shapes) == 1:
+        views.append(root.node)
+        root = root.node.inputs[0]
+    if root.node.op is not CAST or not (moved := root.node.inputs[0]).dtype.is_float or moved.dtype.itemsize >= f32.itemsize:
+        return x
+    for view in reversed(views):
+        shape = view.shapes[0].with_dtype(moved.dtype)
+        (moved,) = Node(view.op, (moved,), view.attrs, (shape,), view.name, view.source).results
+    return moved
+
+
 def _columns(w: Value) -> tuple[Value, Value]:
     """(weights in 255 levels around zero, the magnitude that is 127, by column)."""
     peak = ops.max(ops.abs(w), axis=tuple(range(w.rank - 1)))
@@ -143,10 +158,10 @@ def _scaled(sums: Value, low: Value, span: Value, columns: Value, peak: Value) -
 def _product(node: Node, x: Value, views: Sequence[Node], w: Value, alone: bool) -> Value:
     """The contraction on integers: of x [..., k], or of `views` of the images x, by w [k, n]. `alone`: one thread computes an
     image as one row, in one kernel; several share its elements in kernels of their own."""
-    each = ops.reshape(x, dims=(x.dims[0], math.prod(x.shape.static[1:]))) if views and alone else x
+    each = ops.reshape(x, dims=(x.dims[0], math.prod(x.shape.static[1:]))) if views and alone else _uncast(x)
     axes = tuple(range(1, each.rank)) if views else (-1,)
-    low, most = (way(each, axis=axes, keepdims=True) for way in (ops.min, ops.max))
-    rows, (columns, peak) = _bytes(each, low, span := most - low), _columns(w)
+    low, most = (way(each, axis=axes, keepdims=True).astype(f32) for way in (ops.min, ops.max))
+    rows, (columns, peak) = _bytes(each.astype(f32), low, span := most - low), _columns(w)
     rows = ops.reshape(rows, dims=x.dims)
     for view in reversed(views):
         rows = keep(view, (rows,))[0]

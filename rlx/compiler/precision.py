@@ -144,7 +144,7 @@ def _policy(compilation: Compilation, wanted: str) -> DType | None:
     """The dtype of contraction operands; None: as declared."""
     target = compilation.target
     if wanted == "auto":
-        fast = "bf16" in target.dtypes and any("bf16" in feature for feature in target.features)
+        fast = "bf16" in target.dtypes and any("bf16" in name for name in (*target.features, *target.quick))
         return DTYPES["bf16"] if fast else None
     if wanted in ("f32", "tf32"):  # the latter is a permission (Contract.tf32)
         return None

@@ -130,6 +130,7 @@ class Target:
     splits: Mapping[str, Callable[[Node], Value | tuple[Value, ...] | None]] = field(default_factory=dict, compare=False)
     levels: bool = False
     control: bool = False
+    quick: frozenset[str] = frozenset()  # narrow floats that contractions are fast in, besides those that features name
     followed: frozenset[str] = frozenset()
     widens: frozenset[str] = frozenset()
     follows: Callable[[Node], bool] = field(default=_always, compare=False)
