@@ -311,10 +311,10 @@ def faults(found: Chain, program: Program) -> list[str]:
             met = i
         for b, other in helpers(s):
             done[other] = np.maximum(done[other], done[b])
-        if (i, -1) in found.areas:
-            before[found.areas[i, -1][0]] = i, sorted({other for _, other in helpers(s)})
             if isinstance(s, Attention):  # it has met its pair before it told
                 done[other, b] = i
+        if (i, -1) in found.areas:
+            before[found.areas[i, -1][0]] = i, sorted({other for _, other in helpers(s)})
         done[np.arange(BLOCKS), np.arange(BLOCKS)] = i
         ends.append(done.copy())
         for a in program.steps[s.step].writes & found.words:

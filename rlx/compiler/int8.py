@@ -100,12 +100,25 @@ def _pixels(node: Node) -> tuple[Value, list[Node]] | None:
     return None if math.prod(x.shape.static[-depth:-1]) > 1 else (ops.reshape(x, dims=dims), [])
 
 
+def _viewed(x: Value) -> tuple[Value, list[Node]]:
+    """(the value of which `x` is a view, the views, outermost first)."""
+    views = list[Node]()
+    while x.node.op.kind is Kind.VIEW and len(x.node.shapes) == 1:
+        views.append(x.node)
+        x = x.node.inputs[0]
+    return x, views
+
+
+def _seen_by(views: Sequence[Node], x: Value) -> Value:
+    """Another value through the same views."""
+    for view in reversed(views):
+        (x,) = keep(view, (x,))
+    return x
+
+
 def _image(x: Value) -> tuple[Value | None, list[Node]]:
     """(the images of which `x` [images, …] is a view, the views, outermost first); None: an image is not one part of them."""
-    views, image = list[Node](), x
-    while image.node.op.kind is Kind.VIEW and len(image.node.shapes) == 1:
-        views.append(image.node)
-        image = image.node.inputs[0]
+    image, views = _viewed(x)
     layout = Layout(contiguous_strides(image.shape.static))
     for view in reversed(views):
         found = seen_through(view.results[0], layout) if layout else None
@@ -129,16 +142,10 @@ def _bytes(x: Value, low: Value, span: Value) -> Value:
 
 def _uncast(x: Value) -> Value:
     """`x` before a cast of a narrower float to f32, also in front of views: rows are read, and compared, as they are stored."""
-    views, root = list[Node](), x
-    while root.node.op.kind is Kind.VIEW and len(root.node.inputs) == len(root.node.shapes) == 1:
-        views.append(root.node)
-        root = root.node.inputs[0]
+    root, views = _viewed(x)
     if root.node.op is not CAST or not (moved := root.node.inputs[0]).dtype.is_float or moved.dtype.itemsize >= f32.itemsize:
         return x
-    for view in reversed(views):
-        shape = view.shapes[0].with_dtype(moved.dtype)
-        (moved,) = Node(view.op, (moved,), view.attrs, (shape,), view.name, view.source).results
-    return moved
+    return _seen_by(views, moved)
 
 
 def _columns(w: Value) -> tuple[Value, Value]:
@@ -163,8 +170,7 @@ def _product(node: Node, x: Value, views: Sequence[Node], w: Value, alone: bool)
     low, most = (way(each, axis=axes, keepdims=True).astype(f32) for way in (ops.min, ops.max))
     rows, (columns, peak) = _bytes(each.astype(f32), low, span := most - low), _columns(w)
     rows = ops.reshape(rows, dims=x.dims)
-    for view in reversed(views):
-        rows = keep(view, (rows,))[0]
+    rows = _seen_by(views, rows)
     sums = keep(node, (rows, columns))[0] if views else ops.int8_matmul(rows, columns)
     return _scaled(sums, low, span, columns, peak)
 

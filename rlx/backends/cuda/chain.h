@@ -312,11 +312,11 @@ RLX_FN uint4 rlx_chain_16(const void* from) {
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(got.x), "=r"(got.y), "=r"(got.z), "=r"(got.w) : "l"(from) : "memory");
   return got;
 }
-template <class T, class E> RLX_FN void rlx_chain_load(rlx_chain_keys<T>& to, const E* k, const E* v, const rlx_chain_share& of, int turn) {
+template <class T, class E> RLX_FN void rlx_chain_load(rlx_chain_keys<T>& to, const E* k, const E* v, const rlx_chain_share& of) {
   const int at = threadIdx.x % T::LANES * 8;
   #pragma unroll
   for (int n = 0; n < T::AHEAD; n++) {
-    const int key = of.first + (turn * T::AHEAD + n) * of.step;
+    const int key = of.first + n * of.step;
     const bool there = key < of.end && at < T::SIZE;
     to.k[n] = there ? rlx_chain_16(k + (long long)key * T::K_ROW + at) : make_uint4(0, 0, 0, 0);
     to.v[n] = there ? rlx_chain_16(v + (long long)key * T::V_ROW + at) : make_uint4(0, 0, 0, 0);

@@ -26,7 +26,8 @@ from rlx.ir.kernel import (  # isort: skip
     Alu, Buffer, Check, Const, Contract, Expr, Kernel, Let, Load, Local, Loop, Native, Operand, Store, Var, View, walk,
 )  # fmt: skip
 
-AHEAD, SPLITS, THREADS = 5, 8, 256  # keys that a lane loads at once; blocks that share those of a head, at most
+AHEAD, SPLITS = 5, 8  # keys that a lane loads at once; blocks that share those of a head, at most
+THREADS = 256  # that compute: at most so many elements of a head, and heads
 
 
 class Refused(Exception):

@@ -336,7 +336,7 @@ class AttentionWriter(StageWriter):
         lines = [f"if (blockIdx.x >= {units}) return;"]
         lines.append(f"const int tile = blockIdx.x / {self.splits * self.group}, split = blockIdx.x % {self.splits};")
         lines += [*caches, f"const rlx_chain_share of = rlx_chain_share_of<rlx_heads>(position, {self.window}, split);"]
-        lines.append("if (split < of.active) rlx_chain_load(keys, k, v, of, 0);")
+        lines.append("if (split < of.active) rlx_chain_load(keys, k, v, of);")
         return [f"RLX_FN void rlx_stage_{KIND}_early({parameters}) {{", *(f"  {x}" for x in lines), "}"]
 
     def meet(self) -> None:
