@@ -2,18 +2,19 @@
 
     python benchmarks/random_ops.py [--device cpu|cuda] [--seed 0] [--count 100] [--only norm order.7 ...] [--seconds 60]
 
-Each case (random_cases.py) is an rlx graph and the same in eager torch. The results are compared with torch in f64, then both are
-timed in turn: on the CPU calls on bound arrays (one thread: thread CPU time), results of torch in memory that the process keeps,
-as an `out` buffer is; on a GPU CUDA graphs of several calls each. Rows are sorted by torch's time over rlx's, the slowest first.
-`--only` takes kinds, or names of rows. Ops that torch lacks for a dtype are named and left out: there is nothing to compare with.
-The exit status is 1 if a result is wrong. On a GPU, `--jobs` processes compile ahead,
-into the disk cache.
+Each case (random_cases.py) is an rlx graph and the same in eager torch. The results are compared with torch in f64; more error is
+accepted if torch, in the dtype of the case, has half of it (products of millions of numbers). Then both are timed in turn: on the
+CPU calls on bound arrays (one thread: thread CPU time), results of torch in memory that the process keeps, as an `out` buffer is;
+on a GPU CUDA graphs of several calls each. Rows are sorted by torch's time over rlx's, the slowest first. `--only` takes kinds,
+or names of rows. Ops that torch lacks for a dtype are named and left out: there is nothing to compare with. The exit status is 1
+if a result is wrong. On a GPU, `--jobs` processes compile ahead, into the disk cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import itertools
 import math
 import sys
@@ -84,10 +85,18 @@ def fault(case: Case, got: torch.Tensor, operands: list[torch.Tensor]) -> str:
     elif not got.is_floating_point():
         return "" if torch.equal(got.long(), wanted.long()) else f"differs in {int((got != wanted).sum())} elements"
     least = torch.finfo(got.dtype).smallest_normal * torch.finfo(got.dtype).eps  # numbers of that size have no more digits
-    error, mean = ((got.double() - wanted).abs() - least).clamp(0), wanted.abs().nanmean()
-    error = torch.where(got.double() == wanted, 0.0, error / (wanted.abs() + mean + 1e-6))
+    mean = wanted.abs().nanmean()
+
+    def most(found: torch.Tensor) -> float:
+        error = ((found.double() - wanted).abs() - least).clamp(0)
+        error = torch.where(found.double() == wanted, 0.0, error / (wanted.abs() + mean + 1e-6))
+        return float(error.nan_to_num(math.inf).max()) if error.numel() else 0.0
+
     slack = SLACK[next(name for name, dtype in DTYPES.items() if dtype == got.dtype)] if case.picked is None else 0.0
-    return "" if bool((error <= slack).all()) else f"is off by {float(error.nan_to_num(math.inf).max()):.1e}"
+    off = most(got)
+    if case.picked is None and slack < off < math.inf:
+        slack = 2 * most(case.theirs(*operands))
+    return "" if off <= slack < math.inf else f"is off by {off:.1e}"
 
 
 # -- timed calls ---------------------------------------------------------------------------------------------------
@@ -118,9 +127,12 @@ def on_cuda(case: Case, operands: list[torch.Tensor], threads: int) -> tuple[tor
         case.theirs(*operands)  # loads what it needs before it is recorded
     torch.cuda.synchronize()
     recorded, kept = torch.cuda.CUDAGraph(), []
+    gc.collect()
+    gc.disable()  # memory of the case before that is freed while torch records would end that
     with torch.cuda.graph(recorded):
         for _ in range(calls):
             kept[:] = [case.theirs(*operands)]
+    gc.enable()
     times = cuda_measure.interleaved({"rlx": several.queue, "torch": recorded.replay}, 5, 0.004)
     return got, {name: seconds / calls for name, seconds in times.items()}
 

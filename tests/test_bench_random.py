@@ -44,6 +44,8 @@ def test_a_wrong_result_is_said():
     assert random_ops.fault(case, right, operands) == ""
     assert "is off by " in random_ops.fault(case, right + 1, operands)
     assert "has dims " in random_ops.fault(case, right[:0], operands)
+    rough = replace(case, theirs=lambda *x: case.theirs(*x) * (1 if x[0].dtype == torch.float64 else 1.001))  # of f32
+    assert random_ops.fault(rough, right * 1.0015, operands) == "" != random_ops.fault(rough, right * 1.004, operands)
     best = next(case for case in drawn(99, "along") if case.picked is not None and case.leaves[0].dims[case.picked] > 1)
     best = replace(best, leaves=[replace(best.leaves[0], dtype="f32")])
     operands = [random_ops.operand(leaf, "cpu") for leaf in best.leaves]

@@ -14,7 +14,7 @@ import pytest
 from op_cases import cases
 
 import rlx
-from rlx.backends.cuda import attention, vectors
+from rlx.backends.cuda import attention, scatter, vectors
 from rlx.backends.cuda.backend import CudaBackend, target
 from rlx.backends.cuda.chain import Chain
 from rlx.backends.cuda.code import cubin, launch_of, text_of
@@ -463,7 +463,8 @@ def test_columns_are_reduced_by_adjacent_lanes():
     assert launch_of(one(lambda g: rlx.sum(g.input("x", (4096, 4096), "f32"), axis=(1,))), "sm_90a").lanes == 1
 
 
-def test_a_team_has_read_what_one_of_its_threads_overwrites():
+def test_a_team_has_read_what_one_of_its_threads_overwrites(monkeypatch):
+    monkeypatch.setattr(scatter, "way_of", lambda kernel: (scatter.scatter_of(kernel), "team"))
     given = lambda g: (g.input(n, (99, many), t) for n, many, t in (("x", 9000, "f32"), ("i", 2000, "i32"), ("u", 2000, "f32")))  # noqa: E731
     text = text_of(launch_of(one(lambda g: rlx.scatter_elements(*given(g), axis=1, mode="add")), "sm_90a"), "kernel")
     lines = [line.strip() for line in text[text.index("extern") :].splitlines()]

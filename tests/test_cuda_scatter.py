@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import ml_dtypes
@@ -12,6 +13,7 @@ import rlx
 from rlx.backends.cuda.backend import target
 from rlx.backends.cuda.code import launch_of, text_of
 from rlx.backends.cuda.gpu import refusal
+from rlx.backends.cuda.replaced import ReplaceLaunch
 from rlx.backends.cuda.scatter import FEW_PICKS, MARKS, ScatterLaunch, scatter_of
 from rlx.backends.ref.interpret import run_kernel
 from rlx.compiler import lower
@@ -24,7 +26,7 @@ FUNCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 }  # fmt: skip
 DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "i32": np.int32}
 CASES = [
-    ((40, 6), 0, 3), ((3, 16, 33), 1, FEW_PICKS), ((5, 37), 1, 20), ((19, 64), 0, 1), ((64, 5, 2), 0, 12), ((300,), 0, 115),
+    ((40, 6), 0, 3), ((3, 16, 33), 1, FEW_PICKS), ((5, 37), 1, 20), ((19, 64), 0, 1), ((64, 5, 2), 0, 12), ((300,), 0, 35),
     ((1024, 4, 16), 0, 2),
 ]  # fmt: skip
 
@@ -87,7 +89,7 @@ def test_many_updates_of_long_lines_are_not_looked_at():
 
 @pytest.mark.parametrize("dims, count, grain", [((4096,), 4096, 2), ((1 << 21,), 1 << 19, 8), ((1 << 24,), 1 << 22, 256)])
 def test_marks_of_many_updates_are_of_some_together(dims: tuple[int, ...], count: int, grain: int) -> None:
-    found = launch_of(kernel_of(dims, 0, count, "replace", "f32"))
+    found = launch_of(kernel_of(dims, 0, count, "add", "f32"))
     assert isinstance(found, ScatterLaunch) and found.grain == grain and found.blocks * found.words_each <= MARKS
 
 
@@ -103,12 +105,58 @@ def test_blocks_share_lines_with_indices_of_their_own() -> None:
     for arch in ("sm_90a", "sm_100"):
         (report,) = reports(text_of(found, "kernel"), arch).values()
         assert not found.words_each and not report.spilled
-    assert not isinstance(launch_of(kernel_of((400, 100_000), 1, 768, "add", "f32")), ScatterLaunch), "lines for all blocks"
+    assert not isinstance(launch_of(kernel_of((463, 7752), 0, 90, "add", "f32")), ScatterLaunch), "lines for all blocks"
     assert not isinstance(launch_of(kernel_of((4, 1 << 20), 1, 5, "add", "f32")), ScatterLaunch), "places look at few updates"
 
 
+@pytest.mark.parametrize(
+    "dims, axis, count, near", [((1 << 20,), 0, 5000, True), ((60, 900), 1, 400, True), ((3, 700, 40), 1, 300, False)]
+)
+def test_the_last_of_updates_that_replace_is_found_by_words(dims: tuple[int, ...], axis: int, count: int, near: bool) -> None:
+    pytest.importorskip("cuda.core")
+    found = launch_of(kernel_of(dims, axis, count, "replace", "bf16"))
+    lines = math.prod(dims) // dims[axis]
+    assert isinstance(found, ReplaceLaunch) and (found.places, found.picks) == (math.prod(dims), lines * count)
+    assert found.counters == found.places + 3
+    text = text_of(found, "kernel")
+    assert (f"line = id / {count}" in text or lines == 1) == near
+    for arch in ("sm_80", "sm_90a", "sm_100"):
+        (report,) = reports(text, arch).values()
+        assert not report.stack and not report.spilled
+    for other in ("add", "mul", "max", "min"):
+        assert not isinstance(launch_of(kernel_of(dims, axis, count, other, "bf16")), ReplaceLaunch)
+
+
+def test_more_places_than_words_are_not_replaced_by_them() -> None:
+    assert isinstance(launch_of(kernel_of((MARKS,), 0, 5000, "replace", "f32")), ReplaceLaunch)
+    assert isinstance(launch_of(kernel_of((MARKS + 1,), 0, 5000, "replace", "f32")), ScatterLaunch)
+
+
 @on_gpu
-@pytest.mark.parametrize("dims, axis, count", [((1_300_000,), 0, 200_000), ((3, 700_000), 1, 9000), ((100_000, 8), 0, 50_000)])
+def test_an_index_out_of_range_leaves_no_words() -> None:
+    dims, count = (3, 5000), 700
+    g = rlx.Graph("scatter")
+    x, at, u = g.input("x", dims, "f32"), g.input("i", (3, count), "i64"), g.input("u", (3, count), "f32")
+    g.set_outputs([rlx.scatter_elements(x, at, u, axis=1)])
+    compiled, rng = rlx.Session("cuda").compile(g), np.random.default_rng(0)
+    given: dict[str, np.ndarray] = {"x": rng.random(dims, np.float32), "u": rng.random((3, count), np.float32)}
+    given["i"] = rng.integers(0, 5000, (3, count))
+    wrong: dict[str, np.ndarray] = {**given, "i": given["i"][:, ::-1].copy()}
+    wrong["i"][1, 350] = 5000
+    for _ in range(3):
+        with pytest.raises(rlx.RlxError, match="out of range"):
+            compiled.run(wrong)
+        np.testing.assert_array_equal(compiled.run(given)[0], wanted(given["x"], given["i"], given["u"], 1, "replace"))
+
+
+SIZES = [
+    ((1_300_000,), 0, 200_000), ((3, 700_000), 1, 9000), ((100_000, 8), 0, 50_000), ((300, 5000), 1, 5000), ((40, 96), 1, 4096),
+    ((5, 900, 33), 1, 400), ((2000, 50), 1, 64), ((1, 256), 1, 256),
+]  # fmt: skip
+
+
+@on_gpu
+@pytest.mark.parametrize("dims, axis, count", SIZES)
 @pytest.mark.parametrize("mode", ["replace", "add"])
 def test_many_updates_of_many_places_are_right(dims: tuple[int, ...], axis: int, count: int, mode: str) -> None:
     """Of the first, more blocks wait for marks than a GPU has at once."""

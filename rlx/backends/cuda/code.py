@@ -26,6 +26,7 @@ from rlx.backends.cuda.gemv_ring import RingLaunch, RingWriter, ring_of
 from rlx.backends.cuda.gemv_writer import BlocksWriter
 from rlx.backends.cuda.groups import Group, Stages, grouped, may_join
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
+from rlx.backends.cuda.replaced import ReplaceLaunch, ReplaceWriter, replacing
 from rlx.backends.cuda.scatter import ScatterLaunch, ScatterWriter, scattered
 from rlx.backends.cuda.schedule import LARGEST, MULTIPROCESSORS, Launch, TensorMap, launch
 from rlx.backends.cuda.segments import of_groups, segmented
@@ -125,7 +126,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
         return found
     if has_tiles(kernel) and sums is None:
         return tiled(kernel)
-    loops = sorted_rows(kernel, most, multiprocessors) or scattered(kernel)
+    loops = sorted_rows(kernel, most, multiprocessors) or replacing(kernel) or scattered(kernel)
     return loops or in_tiles(launch(sums or kernel, clusters=capability >= 90))
 
 
@@ -151,8 +152,8 @@ def prologue(wide: bool) -> str:
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
     Launch: CudaWriter, TileLaunch: TileTransposer, FmaLaunch: FmaWriter,
     TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
-    SortLaunch: SortWriter, ScatterLaunch: ScatterWriter, GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter,
-    RingLaunch: RingWriter, direct.DirectLaunch: direct.DirectWriter,
+    SortLaunch: SortWriter, ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter,
+    GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter, RingLaunch: RingWriter, direct.DirectLaunch: direct.DirectWriter,
     attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,
 }  # fmt: skip
 

@@ -2,12 +2,12 @@
 /* A convolution by multiply-adds, from the image as it lies: of a window for each channel (EACH), whose V adjacent channels a thread has,
    or of O results that are sums over all CHANNELS, which TEAM threads share, V adjacent ones at a time. A thread has P adjacent places
    along axis A of the image: an element is loaded once for all places of the thread whose windows have it. The generated lines before
-   this file give these sizes, and for both axes: SIZE_ and OUT_, elements of the image and of the result; TAPS_, of a window; STRIDE_,
+   this file give these sizes, and for both axes and a third, D, in front of them: SIZE_ and OUT_, elements of the image and of the result; TAPS_, of a window; STRIDE_,
    between windows; APART_, between elements of a window; LOW_, of the padding; X_ and W_: distances in memory. NEAR: channels of the
    weights are adjacent. */
 constexpr int SPAN = (P - 1) * STRIDE_A + (TAPS_A - 1) * APART_A + 1, SUMS = EACH ? V : O;
 
-template <class E> RLX_FN void rlx_add_windows(float (&sums)[P][SUMS], const E* x, const E* w, int a, int b) {
+template <class E> RLX_FN void rlx_add_plane(float (&sums)[P][SUMS], const E* x, const E* w, int a, int b) {
   #pragma unroll ROWS_AT_ONCE
   for (int tb = 0; tb < TAPS_B; tb++) {
     const int ib = b * STRIDE_B - LOW_B + tb * APART_B;
@@ -48,10 +48,18 @@ template <class E> RLX_FN void rlx_add_windows(float (&sums)[P][SUMS], const E* 
   }
 }
 
+template <class E> RLX_FN void rlx_add_windows(float (&sums)[P][SUMS], const E* x, const E* w, int d, int a, int b) {
+  #pragma unroll 1
+  for (int td = 0; td < TAPS_D; td++) {
+    const int id = d * STRIDE_D - LOW_D + td * APART_D;
+    if (id >= 0 && id < SIZE_D) rlx_add_plane(sums, x + (rlx_index)id * X_D, w + td * W_D, a, b);
+  }
+}
+
 /* The sums of all channels, of which this thread has every TEAM-th group of V from number `me` on. */
-template <class E> RLX_FN void rlx_add_channels(float (&sums)[P][SUMS], const E* x, const E* w, int a, int b, int me) {
+template <class E> RLX_FN void rlx_add_channels(float (&sums)[P][SUMS], const E* x, const E* w, int d, int a, int b, int me) {
   #pragma unroll AT_ONCE
-  for (int c = me * V; c < CHANNELS; c += TEAM * V) rlx_add_windows(sums, x + (rlx_index)c * X_C, w + c * W_C, a, b);
+  for (int c = me * V; c < CHANNELS; c += TEAM * V) rlx_add_windows(sums, x + (rlx_index)c * X_C, w + c * W_C, d, a, b);
   if constexpr (LAST) {
     #pragma unroll
     for (int n = 0; n < P * O; n++)
@@ -70,7 +78,7 @@ template <class E> RLX_FN void rlx_add_channels(float (&sums)[P][SUMS], const E*
   }
 }
 
-/* put(n, a, b, c, values) for each place of the thread. A thread without one computes the last, and does not store. */
+/* put(n, d, a, b, c, values) for each place of the thread. A thread without one computes the last, and does not store. */
 template <class E, class F> RLX_FN void rlx_convolution(const E* x, const E* w, const E* bias, F put) {
   constexpr int GROUPS = EACH ? O / V : 1, TIMES_A = (OUT_A + P - 1) / P;
   const int me = LAST ? threadIdx.x % TEAM : threadIdx.x / 32 % TEAM, lane = threadIdx.x / (32 * TEAM) * 32 + threadIdx.x % 32;
@@ -85,17 +93,18 @@ template <class E, class F> RLX_FN void rlx_convolution(const E* x, const E* w, 
   int c = LAST ? next(GROUPS) * V : 0, b = LAST ? 0 : next(OUT_B);
   const int a = next(TIMES_A) * P;
   if (LAST) b = next(OUT_B);
-  else c = next(GROUPS) * V;
+  const int d = next(OUT_D);
+  if (!LAST) c = next(GROUPS) * V;
   x += (rlx_index)point * X_N;
   float sums[P][SUMS] = {};
-  if constexpr (EACH) rlx_add_windows(sums, x + (rlx_index)(c / (O / CHANNELS)) * X_C, w + c * W_O, a, b);
-  else rlx_add_channels(sums, x, w, a, b, me);
+  if constexpr (EACH) rlx_add_windows(sums, x + (rlx_index)(c / (O / CHANNELS)) * X_C, w + c * W_O, d, a, b);
+  else rlx_add_channels(sums, x, w, d, a, b, me);
   if (!own) return;
   #pragma unroll
   for (int p = 0; p < P; p++) {
     if (a + p >= OUT_A) break;
     #pragma unroll
     for (int v = 0; v < SUMS && BIASED; v++) sums[p][v] += WIDE(bias[(c + v) * BIAS]);
-    put(point, a + p, b, c, sums[p]);
+    put(point, d, a + p, b, c, sums[p]);
   }
 }

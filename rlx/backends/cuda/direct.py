@@ -35,8 +35,8 @@ def claim(node: Node) -> str | None:
     attrs, (x, w) = node.attrs, node.inputs[:2]
     assert isinstance(attrs, ConvAttrs)
     *window, inner, out = w.shape.static if attrs.channels_last else (*w.shape.static[2:], *w.shape.static[1::-1])
-    if x.dtype != w.dtype or x.dtype.name not in DTYPES or x.rank > 4:
-        return f"the direct kernel takes images of 1 or 2 spatial dims in {', '.join(DTYPES)}, not {x.shape} and {w.dtype}"
+    if x.dtype != w.dtype or x.dtype.name not in DTYPES or x.rank > 5:
+        return f"the direct kernel takes images of 1 to 3 spatial dims in {', '.join(DTYPES)}, not {x.shape} and {w.dtype}"
     if max(window) > MOST_WINDOW or math.prod(window) * inner > MOST_SUM or 0 in (*x.shape.static, *node.shapes[0].static):
         return f"the direct kernel takes windows of 1 to {MOST_WINDOW} elements along an axis, not {window} of {x.shape}"
     if (inner > 1) if attrs.groups > 1 else (out > FEW):
@@ -82,12 +82,13 @@ class Axis(NamedTuple):
 
 @record
 class DirectLaunch(Launch):
-    """`along`: the axis along which a thread has `places`, and `across`, the other one. `last`: adjacent threads have adjacent
-    channels, `channels` each; else they are adjacent along `across`. `shares`: threads that share all channels. `count`: threads,
-    or those that share."""
+    """`along`: the axis along which a thread has `places`, `across`, the other one, and `deep`, a third in front of both. `last`:
+    adjacent threads have adjacent channels, `channels` each; else they are adjacent along `across`. `shares`: threads that share
+    all channels. `count`: threads, or those that share."""
 
     along: Axis = Axis()
     across: Axis = Axis()
+    deep: Axis = Axis()
     last: bool = False
     channels: int = 1
     places: int = 1
@@ -120,12 +121,12 @@ def launch(kernel: Kernel, native: Native) -> DirectLaunch:
     assert isinstance(attrs, ConvAttrs)
     (batch, *outs, results), channels, each = (native.results[0][n] for n in order), x.dims[-1], attrs.groups > 1
     facts = (attrs.each(name, len(outs)) for name in ("strides", "dilation", "low"))
-    rows, columns = [Axis(), *map(Axis, x.dims[1:-1], outs, w.dims, *facts, x.strides[1:-1], w.strides)][-2:]
+    deep, rows, columns = [Axis(), Axis(), *map(Axis, x.dims[1:-1], outs, w.dims, *facts, x.strides[1:-1], w.strides)][-3:]
     last = x.strides[-1] == 1 and channels > 1
     along, across = (columns, rows) if last else (rows, columns)
     if len(outs) == 1 and not last:  # places of several images share weights
         along, batch = Axis(batch, batch, x=x.strides[0]), 1
-    points, size = batch * across.out * (results if each else 1), 1
+    points, size = batch * deep.out * across.out * (results if each else 1), 1
     if last:
         size = CHANNELS if each else BYTES // x.buffer.dtype.itemsize
         own = not each or results == channels
@@ -145,8 +146,8 @@ def launch(kernel: Kernel, native: Native) -> DirectLaunch:
     threads, count = THREADS if each or last else SHARES * WARP, points * -(-along.out // places)
     blocks = -(-count * shares // threads)
     return DirectLaunch(
-        kernel, 1, threads, parts=blocks, along=along, across=across, last=last, channels=size, places=places, shares=shares,
-        count=count,
+        kernel, 1, threads, parts=blocks, along=along, across=across, deep=deep, last=last, channels=size, places=places,
+        shares=shares, count=count,
     )  # fmt: skip
 
 
@@ -173,7 +174,7 @@ class DirectWriter(CudaWriter):
             "ROWS_AT_ONCE": min(at.across.taps, max(1, LOADED // (at.along.span(at.places) * at.channels))),
             "AT_ONCE": 4 if at.along.taps * at.across.taps == 1 else 1, "BIAS": bias[0].strides[0] if bias else 0,
         }  # fmt: skip
-        for axis, sizes in (("A", at.along), ("B", at.across)):
+        for axis, sizes in (("A", at.along), ("B", at.across), ("D", at.deep)):
             values |= {f"{name.upper()}_{axis}": value for name, value in sizes._asdict().items()}
         yield f"constexpr int {', '.join(f'{name} = {value}' for name, value in values.items())};"
 
@@ -187,11 +188,12 @@ class DirectWriter(CudaWriter):
             (out,) = native.outputs
             acc = Var("acc", out.buffer.dtype.compute)
             epilogue = (Store(out.buffer, linear(zip(axes, out.strides), out.offset), acc),)
-        places = {(4, True): "n b a", (4, False): "n a b", (3, True): "n a", (3, False): "a b"}[len(axes), at.last]
-        self.names.update(zip((axes[n] for n in order), [*places.split(), "c"]))
+        planes = ["n", "d", *("ba" if at.last else "ab")]
+        places = {5: planes, 4: [planes[0], *planes[2:]], 3: ["n", "a"] if at.last else ["a", "b"]}[len(axes)]
+        self.names.update(zip((axes[n] for n in order), [*places, "c"]))
         self.names[acc] = "values[v]"
         channel, size = axes[order[-1]], at.channels if native.attrs.groups > 1 else native.results[0][order[-1]]  # type: ignore
-        head = "const auto put = [&](rlx_index n, rlx_index a, rlx_index b, rlx_index c, const float (&values)[SUMS]) {"
+        head = f"const auto put = [&]({''.join(f'rlx_index {n}, ' for n in 'ndabc')}const float (&values)[SUMS]) {{"
         with self.scope([head]), self.alone():
             self.in_vectors(epilogue, (), channel, size, "c")
         image, weights, bias = [f"{self.names[v.buffer]} + {v.offset}" for v in (x, w, *native.inputs[2:], x)][:3]

@@ -1,23 +1,14 @@
 
-/* Marks the picks of each block's places, of which each of `groups` runs of `tiles` blocks has `rows`: a bit of its WORDS for GRAIN picks.
-   Blocks take parts of the picks as they start, so that no block waits for one that cannot start. Words are zero between launches. */
-template <int T, int WORDS, int GRAIN, class L, class P>
-RLX_FN void rlx_mark(unsigned* marks, unsigned block, unsigned blocks, int count, int rows, int tiles, int groups, L look, P place) {
-  constexpr int PART = 4 * T;
-  const unsigned parts = (count + PART - 1) / PART;
-  unsigned *const taken = marks + (size_t)blocks * WORDS, *const made = taken + 1, *const left = taken + 2;
+/* Runs work(part) for parts that blocks take as they start, so that no block waits for one that cannot start. Returns when all parts of
+   all `blocks` are done. `words`: three, zero between launches. */
+template <class F> RLX_FN void rlx_in_parts(unsigned* words, unsigned parts, unsigned blocks, F work) {
+  unsigned *const taken = words, *const made = taken + 1, *const left = taken + 2;
   __shared__ unsigned part;
   while (true) {
     if (threadIdx.x == 0) part = atomicAdd(taken, 1u);
     __syncthreads();
     if (part >= parts) break;
-    #pragma unroll
-    for (int n = 0; n < PART / T; n++) {
-      const int pick = part * PART + n * T + threadIdx.x;
-      const rlx_index at = pick < count ? place(pick, look(pick)) : -1;
-      for (int g = 0; g < groups && at >= 0; g++)
-        atomicOr(marks + ((size_t)g * tiles + at / rows) * WORDS + pick / GRAIN / 32, 1u << pick / GRAIN % 32);
-    }
+    work(part);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) atomicAdd(made, 1u);
@@ -29,6 +20,21 @@ RLX_FN void rlx_mark(unsigned* marks, unsigned block, unsigned blocks, int count
     if (atomicAdd(left, 1u) == blocks - 1) *taken = 0, *made = 0, *left = 0;
   }
   __syncthreads();
+}
+
+/* Marks the picks of each block's places, of which each of `groups` runs of `tiles` blocks has `rows`: a bit of its WORDS for GRAIN picks. */
+template <int T, int WORDS, int GRAIN, class L, class P>
+RLX_FN void rlx_mark(unsigned* marks, unsigned block, unsigned blocks, int count, int rows, int tiles, int groups, L look, P place) {
+  constexpr int PART = 4 * T;
+  rlx_in_parts(marks + (size_t)blocks * WORDS, (count + PART - 1) / PART, blocks, [&](unsigned part) {
+    #pragma unroll
+    for (int n = 0; n < PART / T; n++) {
+      const int pick = part * PART + n * T + threadIdx.x;
+      const rlx_index at = pick < count ? place(pick, look(pick)) : -1;
+      for (int g = 0; g < groups && at >= 0; g++)
+        atomicOr(marks + ((size_t)g * tiles + at / rows) * WORDS + pick / GRAIN / 32, 1u << pick / GRAIN % 32);
+    }
+  });
 }
 
 /* Sums of the places from `first` to `end`, MOST at most, of V adjacent columns for each thread: a block of T threads has C groups of

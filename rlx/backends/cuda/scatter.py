@@ -1,5 +1,6 @@
 """Updates of indexed destinations, such as sums: a block owns some destinations and finds the indices that select them, in
-order; its threads keep their results in registers."""
+order; its threads keep their results in registers. Other ways: each destination looks at all of a few updates; of updates that
+replace what is there, the last one for each destination is found first (replaced.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from itertools import product
 from pathlib import Path
 
 from rlx.backends.cuda.render import WIDE, CudaWriter
-from rlx.backends.cuda.schedule import Launch
+from rlx.backends.cuda.schedule import SHARED_BYTES, WARP, Launch
 from rlx.backends.cuda.vectors import width
 from rlx.ir.kernel import Alu, Carry, Check, Expr, Kernel, Let, Load, Loop, Stmt, Store, Var, alu, coefficient, const, k, walk
 from rlx.ir.nest import substitute
@@ -21,12 +22,19 @@ THREADS, GROUPS = 256, 128  # of columns of a block, each of a thread
 BLOCKS = 4 * 132  # all there at once: each one reads all indices
 BUSY = 32 * THREADS  # threads with fewer elements each, if there are no more
 MOST = 2048  # places of a block
-FEW_PICKS, FEW_LOOKS = 8, 1 << 25  # updates of a line that each of its places looks at; or looks of all places
+FEW_PICKS = 8  # updates of a line that each of its places looks at
 PLACES, ENOUGH = 8, 1 << 15  # of a thread that looks, if there are as many threads
 LEAST, PICKS = 1 << 14, 256  # updates, or places, that are worth several blocks; indices that one block takes too long for
 MARKED, MARKS = 4096, 1 << 22  # indices from which on a block reads marks of its own in place of all; words of all marks, at most
 GRAINS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # indices of a mark
-FEW_LINES, MANY_PLACES = 264, 256  # lines with indices of their own that blocks share, if each has as many places for each line
+# Times in µs, of lines with indices of their own, fitted to 40 scatters on an H200: of a team and each update it makes, if the
+# line is in shared memory and if not, and the teams that work at once; of a place that looks at an update, one after the other,
+# and the looks of all places in 1 µs; of a block and each index it reads, `APART` times that where elements of a line are not
+# adjacent, and blocks that work at once; with words, of a launch and an update; of a place, in each way
+TEAM, UPDATE, FAR_UPDATE, TEAMS = 1, 0.1, 0.35, 2048
+LOOK, LOOKS = 0.1, 2.5e6
+BLOCK, INDEX, APART, TOGETHER = 4, 0.01, 3, 528
+WORDS, WORD, PLACE = 4, 2e-5, 5e-6
 COMBINED = ("add", "mul", "max", "min")
 
 
@@ -104,34 +112,54 @@ def _loaded(e: Expr) -> set[object]:
     return {x.buffer for x in walk(e) if isinstance(x, Load)}
 
 
-def _worth(kernel: Kernel) -> Scatter | None:
-    """The scatter that several blocks should do; None: there is none, or it is small."""
+def way_of(kernel: Kernel) -> tuple[Scatter | None, str]:
+    """A scatter, and how it is done: by "blocks" that own places, by "places" that look at all updates of their line, by "words"
+    of the last update for each place, or by a "team" for each line."""
     found, points = None if kernel.limits else scatter_of(kernel), math.prod(n for _, n in kernel.grid)
-    if not found or max(found.end.extent, found.count) >= WIDE // 2 or 0 in (points, found.count, found.end.extent):
-        return None
-    if not found.of_all:  # a block looks at the indices of one line: all blocks of a few lines
-        return found if points <= FEW_LINES and found.end.extent >= MANY_PLACES * points else None
-    return found if max(found.count, found.end.extent) * points >= LEAST or found.count >= PICKS else None
+    if not found or 0 in (points, found.count, found.end.extent):
+        return None, "team"
+    count, places, looks = found.count, found.end.extent, found.count * found.end.extent * points
+    words = found.op is None and (points == 1 or not found.of_all) and count * points < WIDE // 2 and places * points <= MARKS
+    along = coefficient(found.last.index, found.end.var) == 1
+    if found.of_all and (max(count, places) * points >= LEAST or count >= PICKS) and max(count, places) < WIDE // 2:
+        return found, "words" if words else "places" if along and count <= FEW_PICKS else "blocks"
+    if count <= FEW_PICKS:
+        return found, "places"
+    tiles = 1 if found.of_all else -(-places // _rows(found, points, 1, 1)[0])
+    apart, copied = 1 if along or found.of_all else APART, PLACE * places * points
+    lanes = 1 if along else WARP
+    update = UPDATE if places * found.put.buffer.dtype.itemsize * lanes <= SHARED_BYTES else FAR_UPDATE
+    times = {"team": (TEAM + update * count) * max(1, points / (TEAMS * lanes)) + 2 * copied}
+    if max(count, places) < WIDE // 2:
+        times["blocks"] = max(1, points * tiles / TOGETHER) * (BLOCK + INDEX * count) * apart + copied
+    if words:
+        times["words"] = WORDS + WORD * count * points + copied
+    if len(found.picks) == 1:
+        times["places"] = max(LOOK * count, looks / LOOKS)
+    return found, min(times, key=times.__getitem__)
+
+
+def _rows(found: Scatter, points: int, vector: int, groups: int) -> tuple[int, int]:
+    """Places of a block, and those that it has at once."""
+    wanted, each = -(-found.end.extent * -(-points // (vector * groups)) // BLOCKS), THREADS // groups
+    at_once = each * (max(2, min(4, (8 if found.count >= MARKED else 16) // vector)) if wanted > each else 1)
+    return min(MOST, -(-wanted // at_once) * at_once), at_once
 
 
 def scheduled(kernel: Kernel) -> Kernel:
     """Target.schedule: scatters of few updates by places, others as several blocks can do them; other kernels as they are."""
-    found = None if kernel.limits else scatter_of(kernel)
-    if found is None or 0 in (found.count, found.end.extent) or (found.of_all and _worth(kernel)):
-        return _apart(kernel)
-    looks = found.count * found.end.extent * math.prod(n for _, n in kernel.grid)
-    few = found.count <= FEW_PICKS or (len(found.picks) == 1 and looks <= FEW_LOOKS)
-    return _by_places(kernel, found) if few else _apart(kernel)
+    found, way = way_of(kernel)
+    return _by_places(kernel, found) if found and way == "places" else _apart(kernel)
 
 
 def _by_places(kernel: Kernel, found: Scatter) -> Kernel:
     """Each place looks at all updates of its line, in their order. A point has several places, as far apart as can be, so that
     those of adjacent points are adjacent; of several, no memory is proved to be shared with the old numbers (rlx.ir.overlap)."""
-    most = found.end.extent * math.prod(n for _, n in kernel.grid) // ENOUGH
+    most, grid = found.end.extent * math.prod(n for _, n in kernel.grid) // ENOUGH, [v for v, n in kernel.grid if n > 1]
     each = next(n for n in range(max(1, min(PLACES, most)), 0, -1) if found.end.extent % n == 0)
     part, apart = Var("part"), found.end.extent // each
     places = [k.add(part, const(n * apart)) for n in range(each)]
-    along = kernel.grid and coefficient(found.last.index, kernel.grid[-1][0]) == 1
+    along = grid and coefficient(found.last.index, grid[-1]) == 1
     held: list[Expr] = [substitute(found.first.value, {found.start.var: at}) for at in places]
     body: list[Stmt] = []
     if found.count <= FEW_PICKS:
@@ -166,9 +194,10 @@ def _looked(
 def _apart(kernel: Kernel) -> Kernel:
     """The kernel of a scatter whose results may not take the memory of its indices and updates, which other blocks read: none is
     read at a place that is proved to be that of a result."""
-    if not (found := _worth(kernel)):
+    found, way = way_of(kernel)
+    if not found or way == "team":
         return kernel
-    if not {kernel.buffers[read] for read, _ in may_overlap(kernel)} & found.read:
+    if not shares(kernel, found):
         return kernel
     pick = found.picks[-1]
     body: tuple[Stmt, ...] = substitute((found.check, found.put), {pick.var: k.min(pick.var, const(pick.extent - 1))})
@@ -177,31 +206,43 @@ def _apart(kernel: Kernel) -> Kernel:
     return replace(kernel, body=(found.start, *body, found.end))
 
 
+def shares(kernel: Kernel, found: Scatter) -> bool:
+    """Whether its results may take the memory of its indices and updates."""
+    return any(kernel.buffers[read] in found.read for read, _ in may_overlap(kernel))
+
+
 def scattered(kernel: Kernel) -> ScatterLaunch | None:
     """`kernel` as a scatter of several blocks; None: it is something else, or small, or its results may take the place of what it
     adds, which other blocks read."""
-    found, points = _worth(kernel), math.prod(n for _, n in kernel.grid)
-    if not found or any(kernel.buffers[read] in found.read for read, _ in may_overlap(kernel)):
+    (found, way), points = way_of(kernel), math.prod(n for _, n in kernel.grid)
+    if not found or way != "blocks" or shares(kernel, found):
         return None
     places, line = found.end.extent, kernel.grid[-1] if kernel.grid and found.of_all else None
     vector = width(found.end.body, (found.first.value, found.update), *line) if line else 1
     while vector > 1 and points // vector * places < BUSY:
         vector //= 2
-    adjacent = points  # that adjacent threads have, but no others if many places are adjacent in memory
+    adjacent = points if found.of_all else 1  # that adjacent threads have, but no others if many places are adjacent in memory
     if places >= THREADS:
         adjacent = line[1] if line and coefficient(found.last.index, line[0]) == 1 else 1
     groups = min(GROUPS, 1 << (adjacent // vector - 1).bit_length())
     while found.of_all and groups < GROUPS and -(-places * groups // THREADS) * -(-points // (vector * groups)) < BLOCKS // 8:
         groups *= 2  # fewer places of a block, whose other threads help to find them
-    wanted, each = -(-places * -(-points // (vector * groups)) // BLOCKS), THREADS // groups
-    at_once = each * (max(2, min(4, (8 if found.count >= MARKED else 16) // vector)) if wanted > each else 1)
-    rows = min(MOST, -(-wanted // at_once) * at_once)
+    rows, at_once = _rows(found, points, vector, groups)
     at = ScatterLaunch(kernel, 1, THREADS, vector=vector, groups=groups, rows=rows, at_once=at_once, tiles=-(-places // rows))
     words = {grain: -(-found.count // (32 * grain)) for grain in GRAINS}
     grain = next((n for n in GRAINS if 32 * n * n >= at.tiles and at.blocks * words[n] <= MARKS), None)  # least to read in all
     if not found.of_all or found.count < MARKED or at.tiles == 1 or grain is None:
         return at
     return replace(at, words_each=words[grain], grain=grain, counters=at.blocks * words[grain] + 3)
+
+
+def coordinates_of(w: CudaWriter, picks: Sequence[Loop]) -> Iterator[str]:
+    """The coordinates of the index number `pick`."""
+    rest = "pick"
+    for s in reversed(picks):
+        w.names[s.var] = w.fresh("k")
+        yield f"const rlx_index {w.names[s.var]} = {rest} % {s.extent};"
+        rest = f"({rest} / {s.extent})"
 
 
 class ScatterWriter(CudaWriter):
@@ -279,15 +320,11 @@ class ScatterWriter(CudaWriter):
         hold(self.block(stmts, ends))
 
     def pick(self, picks: Sequence[Loop]) -> None:
-        """The coordinates of the index number `pick`."""
-        rest = "pick"
-        for s in reversed(picks):
-            self.names[s.var] = self.fresh("k")
-            self.line(f"const rlx_index {self.names[s.var]} = {rest} % {s.extent};")
-            rest = f"({rest} / {s.extent})"
+        for text in coordinates_of(self, picks):
+            self.line(text)
 
     def function(self, name: str) -> str:
         return (Path(__file__).parent / "scatter.h").read_text() + super().function(name)
 
 
-__all__ = ["ScatterLaunch", "ScatterWriter", "scattered", "scheduled"]
+__all__ = ["MARKS", "Scatter", "ScatterLaunch", "ScatterWriter", "scatter_of", "scattered", "scheduled", "shares", "way_of"]

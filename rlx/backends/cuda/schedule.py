@@ -1,4 +1,5 @@
-"""Mapping of the points and loops of a kernel to blocks and threads. All decisions are here; render.py carries them out.
+"""Mapping of the points and loops of a kernel to blocks and threads. All decisions are here, which makes it more than 500 lines;
+render.py carries them out.
 
 A *team* of T threads runs one grid point. T is 1 (a point per thread), 32 (a warp), or a whole block. The statements of a
 point run in every thread of the team with the same values; the iterations of its vector loops are shared out among the
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import is_
 
 from rlx.backends.cuda.edges import cut_at_edges
 from rlx.backends.cuda.peel import Peel, peeled
@@ -18,13 +20,16 @@ from rlx.backends.cuda.vectors import BYTES, MOST, loads_ahead, lone, rows_last,
 from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import long_sums
-from rlx.ir.kernel import Alu, Buffer, Check, Contract, Expr, Kernel, Let, Load, Local, Loop, Stmt, Store, Var, coefficient, walk
 from rlx.ir.nest import nested
 from rlx.ir.overlap import may_overlap, unaliased
 from rlx.records import record
 
+from rlx.ir.kernel import (  # isort: skip
+    EXTREMES, Alu, Buffer, Check, Contract, Expr, Kernel, Let, Load, Local, Loop, Stmt, Store, Var, coefficient, walk,
+)  # fmt: skip
+
 THREADS = 256  # of a block of small teams
-WARP = 32
+WARP, HALF_WARP = 32, 16
 BLOCK_SIZES = (64, 128, 256, 512, 1024)
 PER_THREAD = 8  # elements of a row for each thread of its team, at least; 4 times as many, or 16 narrow ones, of many points
 FEW_POINTS = 2048  # with fewer points than this, a point gets a larger team: not every multiprocessor is busy otherwise
@@ -43,6 +48,7 @@ FEW_COLUMNS = 8  # of all lines: with fewer, the lanes of a warp would have noth
 CLUSTER = 8  # blocks: as many as every GPU with clusters has
 SHORT = 16  # iterations that a thread does by itself
 LARGEST = 227 << 10  # bytes of shared memory of a block, at most, of the GPUs that have the most
+NEAR = 8  # elements between those that adjacent lanes read down columns, at most: other loads of them read what is between
 RESERVED = 1 << 10  # bytes of shared memory that the driver takes for each block
 RESIDENT = 4  # blocks of a multiprocessor from which on their number does not matter
 SHARED_BYTES = 96 << 10  # Locals of a block that still let two blocks share a multiprocessor; larger ones go to global memory
@@ -192,7 +198,7 @@ def apart(at: Launch, multiprocessors: int, most: int) -> int:
 
 def launch(kernel: Kernel, clusters: bool = True) -> Launch:
     """The mapping of a kernel as loops. `clusters`: the GPU has clusters of blocks."""
-    kernel = _flattened(cut_at_edges(in_loops(without_contract(kernel), extremes=False), apart=False))
+    kernel = _long_outside(_flattened(cut_at_edges(in_loops(without_contract(kernel), extremes=False), apart=False)))
     if found := _running(kernel):
         return found
     if kernel.locals and _serial(kernel):
@@ -243,13 +249,15 @@ def _running(kernel: Kernel) -> Launch | None:
         return None
     simple = all(isinstance(s, Let) for s in before) and all(isinstance(s, Let | Store) for s in last.body)
     strides, down = [coefficient(x.index, last.var) for x in _memory_loads(last)], _down(kernel, [last])
-    if last.extent < WARP or not simple or not (down or {1, -1} & {*strides}):
+    least = WARP if down or math.prod(n for _, n in kernel.grid) >= BUSY_THREADS else HALF_WARP
+    if last.extent < least or not simple or not (down or {1, -1} & {*strides}):
         return None
     peel, extent = None, last.extent
     if not down and not kernel.limits and (found := peeled(kernel, [last])):
         (kernel, peel), extent = found, extent + found[1].size - 1
     own = last.carries[0].var.dtype.compute.itemsize
     each = min((PART_BYTES << down) // max(2, *(x.buffer.dtype.itemsize for x in _memory_loads(last)), own // 2), 32)
+    each = each if down else min(each, 1 << (-(-extent // WARP) - 1).bit_length())
     team, most = (1, PART_WARPS) if down else (WARP, PART_THREADS)
     while team < most and team * each < extent:
         team *= 2
@@ -350,7 +358,7 @@ def _down(kernel: Kernel, loops: list[Loop]) -> bool:
         return coefficient(x.index, s.var) == 1 and (rows or coefficient(x.index, column) != 0)
 
     found = [(x, s) for s in loops for x in _memory_loads(s)]
-    across = any(coefficient(x.index, column) == 1 and coefficient(x.index, s.var) != 0 for x, s in found)
+    across = any(0 < (coefficient(x.index, column) or 0) <= NEAR and coefficient(x.index, s.var) != 0 for x, s in found)
     return across and not any(along(x, s) for x, s in found)
 
 
@@ -369,6 +377,22 @@ def _flattened(kernel: Kernel) -> Kernel:
     if one_by_one and last.extent >= THREADS and math.prod(n for _, n in kernel.grid) >= FEW_LINES and _places(kernel):
         return kernel  # else each element would look for its row
     return replace(kernel, grid=(*kernel.grid, (last.var, last.extent)), body=(*before, *last.body))
+
+
+def _long_outside(kernel: Kernel) -> Kernel:
+    """The kernel with a short loop that only combines the results of a long one inside that, which a team shares then."""
+
+    def exchanged(s: Stmt) -> Stmt:
+        match s:
+            case Loop(body=(Loop(reduces=(each,), carries=()) as t,), reduces=(both,), carries=()) if (
+                s.extent < WARP <= t.extent and both.value is each.result and both.op == each.op and both.op not in EXTREMES
+            ):
+                short = replace(s, vector=False, body=t.body, reduces=t.reduces)
+                return replace(t, vector=True, body=(short,), reduces=s.reduces)
+        return s
+
+    body = tuple(map(exchanged, kernel.body))
+    return kernel if all(map(is_, body, kernel.body)) else replace(kernel, body=body)
 
 
 def _team(kernel: Kernel) -> int:
