@@ -27,13 +27,14 @@ PLACES, ENOUGH = 8, 1 << 15  # of a thread that looks, if there are as many thre
 LEAST, PICKS = 1 << 14, 256  # updates, or places, that are worth several blocks; indices that one block takes too long for
 MARKED, MARKS = 4096, 1 << 22  # indices from which on a block reads marks of its own in place of all; words of all marks, at most
 GRAINS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # indices of a mark
-# Times in µs, of lines with indices of their own, fitted to 40 scatters on an H200: of a team and each update it makes, if the
-# line is in shared memory and if not, and the teams that work at once; of a place that looks at an update, one after the other,
-# and the looks of all places in 1 µs; of a block and each index it reads, `APART` times that where elements of a line are not
-# adjacent, and blocks that work at once; with words, of a launch and an update; of a place, in each way
-TEAM, UPDATE, FAR_UPDATE, TEAMS = 1, 0.1, 0.35, 2048
-LOOK, LOOKS = 0.1, 2.5e6
-BLOCK, INDEX, APART, TOGETHER = 4, 0.01, 3, 528
+# Times in µs, of lines with indices of their own, fitted to 55 scatters on an H200: of a team, for a line or for adjacent ones,
+# each update it makes, if the line is in shared memory and if not, and the teams that work at once; of a place that looks at an
+# update, one after the other, next to the one before and not, and the looks of all places in 1 µs; of a block and each index it
+# reads, `APART` times that where elements of a line are not adjacent, and blocks that work at once; with words, of a launch and
+# an update; of a place, in each way
+TEAM, LANES, UPDATE, FAR_UPDATE, TEAMS = 1, 5, 0.1, 0.35, 2048
+LOOK, FAR_LOOK, LOOKS = 0.1, 0.3, 2.5e6
+BLOCK, INDEX, APART, TOGETHER = 4, 0.01, 2, 528
 WORDS, WORD, PLACE = 4, 2e-5, 5e-6
 COMBINED = ("add", "mul", "max", "min")
 
@@ -127,15 +128,15 @@ def way_of(kernel: Kernel) -> tuple[Scatter | None, str]:
         return found, "places"
     tiles = 1 if found.of_all else -(-places // _rows(found, points, 1, 1)[0])
     apart, copied = 1 if along or found.of_all else APART, PLACE * places * points
-    lanes = 1 if along else WARP
+    (lanes, team, look) = (1, TEAM, LOOK) if along else (WARP, LANES, FAR_LOOK)
     update = UPDATE if places * found.put.buffer.dtype.itemsize * lanes <= SHARED_BYTES else FAR_UPDATE
-    times = {"team": (TEAM + update * count) * max(1, points / (TEAMS * lanes)) + 2 * copied}
+    times = {"team": (team + update * count) * max(1, points / (TEAMS * lanes)) + 2 * copied}
     if max(count, places) < WIDE // 2:
         times["blocks"] = max(1, points * tiles / TOGETHER) * (BLOCK + INDEX * count) * apart + copied
     if words:
         times["words"] = WORDS + WORD * count * points + copied
     if len(found.picks) == 1:
-        times["places"] = max(LOOK * count, looks / LOOKS)
+        times["places"] = max(look * count, looks / LOOKS)
     return found, min(times, key=times.__getitem__)
 
 
