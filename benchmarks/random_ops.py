@@ -90,7 +90,7 @@ def fault(case: Case, got: torch.Tensor, operands: list[torch.Tensor]) -> str:
     def most(found: torch.Tensor) -> float:
         error = ((found.double() - wanted).abs() - least).clamp(0)
         error = torch.where(found.double() == wanted, 0.0, error / (wanted.abs() + mean + 1e-6))
-        return float(error.nan_to_num(math.inf).max()) if error.numel() else 0.0
+        return float(error.nan_to_num(math.inf, math.inf).max()) if error.numel() else 0.0
 
     slack = SLACK[next(name for name, dtype in DTYPES.items() if dtype == got.dtype)] if case.picked is None else 0.0
     off = most(got)
@@ -129,10 +129,12 @@ def on_cuda(case: Case, operands: list[torch.Tensor], threads: int) -> tuple[tor
     recorded, kept = torch.cuda.CUDAGraph(), []
     gc.collect()
     gc.disable()  # memory of the case before that is freed while torch records would end that
-    with torch.cuda.graph(recorded):
-        for _ in range(calls):
-            kept[:] = [case.theirs(*operands)]
-    gc.enable()
+    try:
+        with torch.cuda.graph(recorded):
+            for _ in range(calls):
+                kept[:] = [case.theirs(*operands)]
+    finally:
+        gc.enable()
     times = cuda_measure.interleaved({"rlx": several.queue, "torch": recorded.replay}, 5, 0.004)
     return got, {name: seconds / calls for name, seconds in times.items()}
 

@@ -110,7 +110,8 @@ def test_blocks_share_lines_with_indices_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "dims, axis, count, near", [((1 << 20,), 0, 5000, True), ((60, 900), 1, 400, True), ((3, 700, 40), 1, 300, False)]
+    "dims, axis, count, near",
+    [((1 << 20,), 0, 5000, False), ((60, 900), 1, 400, True), ((3, 700, 40), 1, 300, False), ((300, 5000), 1, 5000, True)],
 )
 def test_the_last_of_updates_that_replace_is_found_by_words(dims: tuple[int, ...], axis: int, count: int, near: bool) -> None:
     pytest.importorskip("cuda.core")
@@ -119,7 +120,8 @@ def test_the_last_of_updates_that_replace_is_found_by_words(dims: tuple[int, ...
     assert isinstance(found, ReplaceLaunch) and (found.places, found.picks) == (math.prod(dims), lines * count)
     assert found.counters == found.places + 3
     text = text_of(found, "kernel")
-    assert (f"line = id / {count}" in text or lines == 1) == near
+    assert (f"line = id / {count};" in text) == near or lines == 1  # adjacent threads read adjacent indices
+    assert f"% {count};" in text and "min_index" not in text
     for arch in ("sm_80", "sm_90a", "sm_100"):
         (report,) = reports(text, arch).values()
         assert not report.stack and not report.spilled

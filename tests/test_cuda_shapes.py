@@ -322,14 +322,19 @@ def test_a_short_axis_is_inside_the_long_one_that_a_team_shares():
 def test_running_totals_of_short_lines_take_a_warp_each(lines, length, part):
     found = launch_of(one(lambda g: rlx.cumsum(g.input("x", (lines, length), "bf16"), axis=1)), "sm_90a")
     assert found.team >= 32 and (found.part, found.parts) == (part, 1) and cubin(text_of(found, "kernel"), "sm_90a")
-    assert launch_of(one(lambda g: rlx.cumsum(g.input("x", (200_000, length % 29), "bf16"), axis=1)), "sm_90a").team == 1
+
+
+@pytest.mark.parametrize("lines, length, team", [(67_583, 31, 32), (67_584, 31, 1), (67_584, 32, 32), (9, 16, 32), (9, 15, 1)])
+def test_running_totals_of_many_or_very_short_lines_have_a_thread_each(lines, length, team):
+    assert launch_of(one(lambda g: rlx.cumsum(g.input("x", (lines, length), "f32"), axis=1)), "sm_90a").team == team
 
 
 @pytest.mark.parametrize("m, n, k", [(64, 17, 2354), (33, 17, 5000)])
 def test_blocks_share_long_sums_of_few_rows_by_odd_columns(m, n, k):
     made = one(lambda g: g.input("x", (m, k), "f16") @ g.input("y", (k, n), "f16"))
     found = launch_of(made, "sm_90a")
-    assert found.blocks >= 4 and cubin(text_of(found, "kernel"), "sm_90a")
+    assert isinstance(found, TensorLaunch) and found.tiling.parts == found.blocks == 4
+    assert cubin(text_of(found, "kernel"), "sm_90a")
 
 
 SHORT = {

@@ -2,9 +2,9 @@
 /* A convolution by multiply-adds, from the image as it lies: of a window for each channel (EACH), whose V adjacent channels a thread has,
    or of O results that are sums over all CHANNELS, which TEAM threads share, V adjacent ones at a time. A thread has P adjacent places
    along axis A of the image: an element is loaded once for all places of the thread whose windows have it. The generated lines before
-   this file give these sizes, and for both axes and a third, D, in front of them: SIZE_ and OUT_, elements of the image and of the result; TAPS_, of a window; STRIDE_,
-   between windows; APART_, between elements of a window; LOW_, of the padding; X_ and W_: distances in memory. NEAR: channels of the
-   weights are adjacent. */
+   this file give these sizes, and for both axes and a third, D, in front of them: SIZE_ and OUT_, elements of the image and of the
+   result; TAPS_, of a window; STRIDE_, between windows; APART_, between elements of a window; LOW_, of the padding; X_ and W_: distances
+   in memory. NEAR: channels of the weights are adjacent. */
 constexpr int SPAN = (P - 1) * STRIDE_A + (TAPS_A - 1) * APART_A + 1, SUMS = EACH ? V : O;
 
 template <class E> RLX_FN void rlx_add_plane(float (&sums)[P][SUMS], const E* x, const E* w, int a, int b) {

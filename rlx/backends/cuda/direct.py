@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlx.backends.cuda.dialect import CUDA
-from rlx.backends.cuda.render import CudaWriter
+from rlx.backends.cuda.render import WIDE, CudaWriter
 from rlx.backends.cuda.schedule import MULTIPROCESSORS, WARP, Launch
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import Kernel, Native, Store, Var, View, linear
@@ -39,6 +39,8 @@ def claim(node: Node) -> str | None:
         return f"the direct kernel takes images of 1 to 3 spatial dims in {', '.join(DTYPES)}, not {x.shape} and {w.dtype}"
     if max(window) > MOST_WINDOW or math.prod(window) * inner > MOST_SUM or 0 in (*x.shape.static, *node.shapes[0].static):
         return f"the direct kernel takes windows of 1 to {MOST_WINDOW} elements along an axis, not {window} of {x.shape}"
+    if max(v.shape.num_elements for v in (x, w, node.results[0])) >= WIDE:
+        return f"the direct kernel takes images of fewer than {WIDE} elements, not {x.shape}"
     if (inner > 1) if attrs.groups > 1 else (out > FEW):
         return f"the direct kernel takes groups of one channel, or {FEW} results: others are products"
     return None

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlx.backends.cuda.render import CudaWriter
-from rlx.backends.cuda.scatter import Scatter, coordinates_of, scatter_of, shares, way_of
+from rlx.backends.cuda.scatter import Scatter, name_pick, scatter_of, shares, unclamped, way_of
 from rlx.backends.cuda.schedule import MULTIPROCESSORS, Launch
 from rlx.ir.kernel import Kernel, Load, Var, coefficient, walk
 from rlx.records import record
@@ -69,8 +69,9 @@ class ReplaceWriter(CudaWriter):
         self.lines[-1] += ";"
 
     def body(self) -> None:
-        found = scatter_of(self.kernel)
-        assert found
+        scatter = scatter_of(self.kernel)
+        assert scatter
+        found = unclamped(scatter)
         self.end = found.end.extent
         index = next(x for x in walk((found.check, found.put.index)) if isinstance(x, Load))
         near = coefficient(index.index, found.picks[-1].var) == 1
@@ -85,10 +86,10 @@ class ReplaceWriter(CudaWriter):
     def of_picks(self, found: Scatter, index: Load, near: bool, along: bool) -> None:
         seen, lines = self.type(index.dtype), self.launch.places // self.end
         with self.of_line(f"const auto look = [&](rlx_uindex id) -> {seen}", found.count, near):
-            self.named(found)
+            name_pick(self, found.picks)
             self.line(f"return {self.value(index)};")
         with self.of_line(f"const auto word = [&](rlx_uindex id, {seen} seen) -> rlx_index", found.count, near):
-            self.named(found)
+            name_pick(self, found.picks)
             self.memo[id(index)] = "seen"
             self.statement(found.check)
             place, inside = self.value(found.put.index), self.value(found.inside)
@@ -103,7 +104,7 @@ class ReplaceWriter(CudaWriter):
             self.names[row[0]] = name
             self.line(f"return {self.value(found.first.value)};")
         with self.of_line(f"const auto update = [&](rlx_uindex id, rlx_index pick) -> {kind}", self.end, along, ""):
-            self.named(found)
+            name_pick(self, found.picks)
             self.memo[id(found.inside)] = "true"
             self.line(f"return {self.value(found.update)};")
         head = f"const auto put = [&](rlx_uindex id, {kind} held)"
@@ -111,10 +112,6 @@ class ReplaceWriter(CudaWriter):
             self.names[row[1]] = name
             self.memo[id(found.last.value)] = "held"
             self.block((found.last,))
-
-    def named(self, found: Scatter) -> None:
-        for text in coordinates_of(self, found.picks):
-            self.line(text)
 
     def function(self, name: str, member: bool = False) -> str:
         folder = Path(__file__).parent

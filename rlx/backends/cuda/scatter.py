@@ -13,10 +13,13 @@ from pathlib import Path
 from rlx.backends.cuda.render import WIDE, CudaWriter
 from rlx.backends.cuda.schedule import SHARED_BYTES, WARP, Launch
 from rlx.backends.cuda.vectors import width
-from rlx.ir.kernel import Alu, Carry, Check, Expr, Kernel, Let, Load, Loop, Stmt, Store, Var, alu, coefficient, const, k, walk
 from rlx.ir.nest import substitute
 from rlx.ir.overlap import may_overlap
 from rlx.records import record
+
+from rlx.ir.kernel import (  # isort: skip
+    Alu, Carry, Check, Expr, Kernel, Let, Load, Loop, Stmt, Store, Var, alu, coefficient, const, is_const, k, kept, walk,
+)  # fmt: skip
 
 THREADS, GROUPS = 256, 128  # of columns of a block, each of a thread
 BLOCKS = 4 * 132  # all there at once: each one reads all indices
@@ -27,15 +30,16 @@ PLACES, ENOUGH = 8, 1 << 15  # of a thread that looks, if there are as many thre
 LEAST, PICKS = 1 << 14, 256  # updates, or places, that are worth several blocks; indices that one block takes too long for
 MARKED, MARKS = 4096, 1 << 22  # indices from which on a block reads marks of its own in place of all; words of all marks, at most
 GRAINS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # indices of a mark
-# Times in µs, of lines with indices of their own, fitted to 55 scatters on an H200: of a team, for a line or for adjacent ones,
-# each update it makes, if the line is in shared memory and if not, and the teams that work at once; of a place that looks at an
-# update, one after the other, next to the one before and not, and the looks of all places in 1 µs; of a block and each index it
-# reads, `APART` times that where elements of a line are not adjacent, and blocks that work at once; with words, of a launch and
-# an update; of a place, in each way
-TEAM, LANES, UPDATE, FAR_UPDATE, TEAMS = 1, 5, 0.1, 0.35, 2048
-LOOK, FAR_LOOK, LOOKS = 0.1, 0.3, 2.5e6
-BLOCK, INDEX, APART, TOGETHER = 4, 0.01, 2, 528
-WORDS, WORD, PLACE = 4, 2e-5, 5e-6
+# Times in µs, fitted to 55 scatters on an H200, of lines with indices of their own
+TEAM, LANES, UPDATE = 1, 5, 0.1  # of a team for a line, of one for adjacent lines, and of each update they make
+TEAMS = 2048  # that work at once
+LOOK, FAR_LOOK = 0.1, 0.3  # of a place at an update that is next to the one before, or far from it
+LOOKS = 2.5e6  # of all places, in 1 µs
+BLOCK, INDEX = 4, 0.01  # of a block, and of each index it reads
+APART = 2  # times as long, where elements of a line are not adjacent
+TOGETHER = 528  # blocks that work at once
+WORDS, WORD = 4, 2e-5  # of a launch with words, and of an update
+PLACE = 5e-6  # of a place, in each way
 COMBINED = ("add", "mul", "max", "min")
 
 
@@ -113,9 +117,11 @@ def _loaded(e: Expr) -> set[object]:
     return {x.buffer for x in walk(e) if isinstance(x, Load)}
 
 
+@kept
 def way_of(kernel: Kernel) -> tuple[Scatter | None, str]:
     """A scatter, and how it is done: by "blocks" that own places, by "places" that look at all updates of their line, by "words"
-    of the last update for each place, or by a "team" for each line."""
+    of the last update for each place, or by a "team" for each line. Lines that shared memory has no room for have teams only if
+    nothing else can do them: else they would need as much memory again."""
     found, points = None if kernel.limits else scatter_of(kernel), math.prod(n for _, n in kernel.grid)
     if not found or 0 in (points, found.count, found.end.extent):
         return None, "team"
@@ -128,10 +134,11 @@ def way_of(kernel: Kernel) -> tuple[Scatter | None, str]:
         return found, "places"
     tiles = 1 if found.of_all else -(-places // _rows(found, points, 1, 1)[0])
     apart, copied = 1 if along or found.of_all else APART, PLACE * places * points
-    (lanes, team, look) = (1, TEAM, LOOK) if along else (WARP, LANES, FAR_LOOK)
-    update = UPDATE if places * found.put.buffer.dtype.itemsize * lanes <= SHARED_BYTES else FAR_UPDATE
-    times = {"team": (team + update * count) * max(1, points / (TEAMS * lanes)) + 2 * copied}
+    lanes, team, look = (1, TEAM, LOOK) if along else (WARP, LANES, FAR_LOOK)
+    times = {"team": (team + UPDATE * count) * max(1, points / (TEAMS * lanes)) + 2 * copied}
     if max(count, places) < WIDE // 2:
+        if places * found.put.buffer.dtype.itemsize * lanes > SHARED_BYTES:
+            del times["team"]
         times["blocks"] = max(1, points * tiles / TOGETHER) * (BLOCK + INDEX * count) * apart + copied
     if words:
         times["words"] = WORDS + WORD * count * points + copied
@@ -207,6 +214,15 @@ def _apart(kernel: Kernel) -> Kernel:
     return replace(kernel, body=(found.start, *body, found.end))
 
 
+def unclamped(found: Scatter) -> Scatter:
+    """The scatter without the bound that `_apart` has put around the last index."""
+    pick = found.picks[-1]
+    bounds = (x for x in walk((found.check, found.put)) if isinstance(x, Alu) and x.op == "min" and x.args[0] is pick.var)
+    within: dict[int, Expr] = {id(x): pick.var for x in bounds if is_const(x.args[1], pick.extent - 1)}
+    check, put, inside, update = substitute((found.check, found.put, found.inside, found.update), {}, within)
+    return replace(found, check=check, put=put, inside=inside, update=update)
+
+
 def shares(kernel: Kernel, found: Scatter) -> bool:
     """Whether its results may take the memory of its indices and updates."""
     return any(kernel.buffers[read] in found.read for read, _ in may_overlap(kernel))
@@ -237,12 +253,12 @@ def scattered(kernel: Kernel) -> ScatterLaunch | None:
     return replace(at, words_each=words[grain], grain=grain, counters=at.blocks * words[grain] + 3)
 
 
-def coordinates_of(w: CudaWriter, picks: Sequence[Loop]) -> Iterator[str]:
-    """The coordinates of the index number `pick`."""
+def name_pick(w: CudaWriter, picks: Sequence[Loop]) -> None:
+    """Write the coordinates of the index number `pick`."""
     rest = "pick"
     for s in reversed(picks):
         w.names[s.var] = w.fresh("k")
-        yield f"const rlx_index {w.names[s.var]} = {rest} % {s.extent};"
+        w.line(f"const rlx_index {w.names[s.var]} = {rest} % {s.extent};")
         rest = f"({rest} / {s.extent})"
 
 
@@ -287,15 +303,15 @@ class ScatterWriter(CudaWriter):
             index = next(x for x in walk((found.check, put.index)) if isinstance(x, Load))
             seen = self.type(index.dtype)
             with self.scope([f"; const auto look = [&](int pick) -> {seen} {{"]):
-                self.pick(found.picks)
+                name_pick(self, found.picks)
                 self.line(f"return {self.value(index)};")
             with self.scope([f"; const auto place = [&](int pick, {seen} seen) -> rlx_index {{"]):
-                self.pick(found.picks)
+                name_pick(self, found.picks)
                 self.memo[id(index)] = "seen"
                 self.statement(found.check)
                 self.line(f"return {self.value(found.inside)} ? {self.value(put.index)} : -1;")
             with self.scope([f"; const auto added = [&](int pick, {to}) {{"]):
-                self.pick(found.picks)
+                name_pick(self, found.picks)
                 self.memo[id(found.inside)] = "true"
                 self.columns((), (found.update,))
             with self.scope([f"; const auto finish = [&](rlx_index {row[1]}, const {to}) {{"]):
@@ -320,12 +336,10 @@ class ScatterWriter(CudaWriter):
         self.line("const int v = 0;")
         hold(self.block(stmts, ends))
 
-    def pick(self, picks: Sequence[Loop]) -> None:
-        for text in coordinates_of(self, picks):
-            self.line(text)
-
     def function(self, name: str) -> str:
         return (Path(__file__).parent / "scatter.h").read_text() + super().function(name)
 
 
-__all__ = ["MARKS", "Scatter", "ScatterLaunch", "ScatterWriter", "scatter_of", "scattered", "scheduled", "shares", "way_of"]
+__all__ = [
+    "Scatter", "ScatterLaunch", "ScatterWriter", "name_pick", "scatter_of", "scattered", "scheduled", "shares", "unclamped", "way_of",
+]  # fmt: skip
