@@ -341,5 +341,5 @@ class ScatterWriter(CudaWriter):
 
 
 __all__ = [
-    "Scatter", "ScatterLaunch", "ScatterWriter", "name_pick", "scatter_of", "scattered", "scheduled", "shares", "unclamped", "way_of",
+    "ScatterLaunch", "ScatterWriter", "name_pick", "scatter_of", "scattered", "scheduled", "shares", "unclamped", "way_of",
 ]  # fmt: skip
