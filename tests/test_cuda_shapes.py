@@ -23,6 +23,7 @@ from rlx.compiler.compilation import Compilation
 from rlx.compiler.pipeline import run_passes
 from rlx.ir.evaluate import evaluate
 from rlx.ir.overlap import may_overlap
+from tests.cuda_kernels import reports
 
 MAPPED = {  # kernels whose shapes once had a few threads: expression, dims of its operands, then team, lanes, parts, repeats
     "few long columns": (lambda x: rlx.argmax(x, axis=0), [(9_508_423, 2)], (512, 1, 32, 1)),
@@ -329,6 +330,16 @@ def test_running_totals_of_many_or_very_short_lines_have_a_thread_each(lines, le
     assert launch_of(one(lambda g: rlx.cumsum(g.input("x", (lines, length), "f32"), axis=1)), "sm_90a").team == team
 
 
+@pytest.mark.parametrize("columns, dtype, size", [(8, "f16", 8), (4, "f32", 4), (12, "f32", 4), (16, "bf16", 8), (13, "f16", 1)])
+def test_a_thread_has_a_short_row_in_vectors(columns, dtype, size):
+    found = launch_of(one(lambda g: rlx.softmax(g.input("x", (303_914, columns), dtype), axis=1)), "sm_90a")
+    text = text_of(found, "kernel")
+    body = text[text.index("kernel(") :]
+    assert found.team == found.vector == 1 and (f"rlx_put<{size}>" in body) == (f"rlx_fetch<{size}>" in body) == (size > 1)
+    (report,) = reports(text, "sm_90a").values()
+    assert not report.stack and not report.spilled
+
+
 @pytest.mark.parametrize("m, n, k", [(64, 17, 2354), (33, 17, 5000)])
 def test_blocks_share_long_sums_of_few_rows_by_odd_columns(m, n, k):
     made = one(lambda g: g.input("x", (m, k), "f16") @ g.input("y", (k, n), "f16"))
@@ -343,6 +354,9 @@ SHORT = {
     "running totals of 28": lambda g: rlx.cumsum(g.input("x", (99, 45, 28), "f32"), axis=2),
     "running totals of 16 backwards": lambda g: rlx.cumsum(g.input("x", (500, 16), "f32"), axis=1, reverse=True),
     "running totals of 1,000": lambda g: rlx.cumsum(g.input("x", (30, 1000), "i32"), axis=1),
+    "sums of rows of 8": lambda g: rlx.sum(g.input("x", (9001, 8), "bf16"), axis=1),
+    "rows of 12 below their largest": lambda g: (x := g.input("x", (8200, 12), "f32")) - rlx.max(x, axis=1, keepdims=True),
+    "rows of 16 above their least": lambda g: (x := g.input("x", (8200, 16), "i16")) - rlx.min(x, axis=1, keepdims=True),
     "odd columns": lambda g: g.input("x", (64, 2354), "f16") @ rlx.transpose(g.input("y", (17, 2354), "f16"), (1, 0)),
 }
 

@@ -446,7 +446,9 @@ class CudaWriter(Writer):
             self.exchanged(s)
 
     def loop(self, s: Loop) -> None:
-        if not self.shared:
+        if not self.shared and (size := self.of_short_row(s)) > 1:
+            self.short_row(s, size)
+        elif not self.shared:
             self.in_order(s) if _only_stores(s) and (self.launch.shared or self.launch.scratch) else super().loop(s)
         elif s.carries and self.launch.part:
             Scan(self, s).write()
@@ -464,6 +466,29 @@ class CudaWriter(Writer):
             divided = self.row or self.launch.peel or self.launch.lanes > 1 or self.kernel.locals or s.var in self.limits
             self.apart(s) if lone(s) and not divided else self.spread(s)
             self.exchanged(s)
+
+    def of_short_row(self, s: Loop) -> int:
+        """The size of the vectors in which a thread has a short row for itself; 1: it does not, or not in vectors."""
+        at = self.launch
+        alone = type(at) is Launch and at.team == at.lanes == at.vector == at.repeats == 1 and not at.peel
+        plain = s.vector and not s.carries and not any(r.op in EXTREMES for r in s.reduces) and s.var not in self.limits
+        fits = alone and plain and s.extent <= SHORT and not any(isinstance(x, Check) for x in s.body)
+        return width(s.body, [r.value for r in s.reduces], s.var, s.extent) if fits else 1
+
+    def short_row(self, s: Loop, size: int) -> None:
+        names, first = [self.name(r.result, "r") for r in s.reduces], self.fresh("i")
+        for r, name in zip(s.reduces, names):
+            start = CUDA.literal(identity(r.op, r.value.dtype), r.value.dtype.compute)
+            self.line(f"{self.type(r.result.dtype)} {name} = {start};")
+
+        def combine(values: list[str]) -> None:
+            for r, name, value in zip(s.reduces, names, values):
+                compute = r.value.dtype.compute
+                self.line(f"{name} = {CUDA.apply(r.op, (name, value), compute, compute)};")
+
+        head = f"for (rlx_index {first} = 0; {first} < {s.extent}; {first} += {size}) {{"
+        with self.scope(["#pragma unroll", head]):
+            self.in_vectors(s.body, [r.value for r in s.reduces], s.var, size, first, combine)
 
     def head(self, s: Loop, text: str, size: int = 1) -> list[str]:
         """A thread that reduces loads several elements, or vectors of `size`, before it waits for the first. Unrolled as a whole,
