@@ -439,6 +439,25 @@ def test_groups_of_channels_that_lie_first_are_copied_once() -> None:
     assert [step.kernel.name for step in found.steps] == ["copy", "conv_maximum_minimum"]
 
 
+@pytest.mark.parametrize("dtype", [bf16, f16], ids=str)
+@pytest.mark.parametrize("each, widened", [(2, False), (4, False), (8, True), (16, True)])
+def test_narrow_floats_of_large_groups_are_widened_once(each: int, widened: bool, dtype: DType) -> None:
+    """The image before the kernel, the weights before runs; results are rounded in it, to the same numbers."""
+    g, dims, window = rlx.Graph("groups"), (1, 9, 10, 32), (3, 3, each, 32)
+    x, w, b = g.input("x", dims, dtype), g.param("w", window, dtype), g.param("b", (32,), dtype)
+    g.set_outputs([rlx.relu(conv(x, w, b, groups=32 // each, channels_last=True, low=1, high=1))])
+    program = lower(g, with_natives(TARGETS["host"]), rlx.CompileOptions())
+    (native,) = [s for step in program.steps for s in step.kernel.body if isinstance(s, Native)]
+    assert {v.buffer.dtype for v in native.inputs} == {f32 if widened else dtype}
+    rng = np.random.default_rng(each)
+    arrays = {n: rng.standard_normal(d).astype(dtype.numpy) for n, d in {"x": dims, "w": window, "b": (32,)}.items()}
+    compiled = rlx.compile(g)
+    compiled.set_params({"w": arrays["w"], "b": arrays["b"]})
+    (got,), ((want,), _) = compiled.run({"x": arrays["x"]}), evaluate(g, {"x": arrays["x"]}, {n: arrays[n] for n in "wb"})
+    assert got.dtype == want.dtype == dtype.numpy
+    np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=1e-2, atol=3e-2)
+
+
 def test_a_residual_is_added_to_groups_of_channels() -> None:
     """With the same bits at any number of threads, which share rows and channels."""
     shape, seen = GROUPED[0], []

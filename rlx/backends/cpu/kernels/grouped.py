@@ -22,9 +22,10 @@ from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, GRAIN, distinct, othe
 from rlx.backends.cpu.loops import emit_statements, hoist, weight
 from rlx.backends.cpu.scope import Scope
 from rlx.host.emit import Emitter, V, stored, vector
+from rlx.ir.dtype import bf16, f16, f32
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import Kernel, Native, Store, Var, View, linear
-from rlx.ir.ops import conv, copy, pack, pad
+from rlx.ir.ops import cast, conv, copy, pack, pad
 from rlx.ir.ops.conv import SEVERAL, ConvAttrs
 from rlx.ir.ops.view import broadcast_to, reshape, slice_axis, unsqueeze
 from rlx.ir.target import Target
@@ -82,7 +83,8 @@ def _padded(x: Value, groups: int, each: int) -> Value:
 def split(node: Node) -> Value | None:
     """The convolution of a copy of x: with each channel as often as it has results, or with channels last, if x is a view without
     (lanes would be gathered for each row of a window). Or that with as many results in a group as channels: some are zeros, and
-    not kept."""
+    not kept. Or that of f32, if narrow floats of x and of the weights are read for SPREAD channels and more: they would be
+    widened each time."""
     x, w, *bias = node.inputs
     if few := fewer(node):
         groups, inner = node.attrs.groups, w.shape.static[-2]  # type: ignore[union-attr]
@@ -94,6 +96,9 @@ def split(node: Node) -> Value | None:
         wide = broadcast_to(unsqueeze(x, axes=x.rank), dims=(*x.dims, many))
         x = reshape(wide, dims=(*x.dims[:-1], w.dims[-1]))
         return conv(copy(x), w, *bias, **(vars(node.attrs) | {"groups": w.dims[-1]}))  # type: ignore[return-value]
+    if x.dtype in (f16, bf16) and w.shape.static[-2] >= SPREAD:
+        widened: Value = conv(*(cast(v, dtype=f32) for v in (x, w, *bias)), **vars(node.attrs))  # type: ignore[arg-type]
+        return cast(widened, dtype=x.dtype)  # type: ignore[return-value]
     return None if adjacent(x, (x.rank - 1,)) else conv(copy(x), w, *bias, **vars(node.attrs))  # type: ignore[return-value]
 
 
