@@ -458,6 +458,19 @@ def test_narrow_floats_of_large_groups_are_widened_once(each: int, widened: bool
     np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=1e-2, atol=3e-2)
 
 
+@pytest.mark.parametrize("each, results", [(1, 1), (1, 3), (2, 8), (4, 16), (8, 9), (9, 8), (9, 9), (16, 1)])
+def test_a_bias_is_added_before_narrow_sums_are_rounded(each: int, results: int) -> None:
+    """1.0078125² is 1.015625 + 2^-14, which has too many digits for bf16: only with the bias in f32 is something left."""
+    g, groups, number = rlx.Graph("bias"), 4, 1.0078125
+    given = {"x": np.zeros((1, groups * each, 3)), "w": np.full((groups * results, each, 3), number)}
+    given["x"][:, ::each, 0], given["b"] = number, np.full(groups * results, -1.015625)
+    arrays = {name: a.astype(bf16.numpy) for name, a in given.items()}
+    g.set_outputs([conv(*(g.input(name, a.shape, bf16) for name, a in arrays.items()), groups=groups)])
+    for device in ("cpu", "ref"):
+        (got,) = rlx.compile(g, device=device).run(arrays)
+        np.testing.assert_array_equal(got.astype(np.float64), 2.0**-14)
+
+
 def test_a_residual_is_added_to_groups_of_channels() -> None:
     """With the same bits at any number of threads, which share rows and channels."""
     shape, seen = GROUPED[0], []

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_type_hints
 import numpy as np
 import pytest
 
+import rlx
 from rlx.errors import VerifyError
 from rlx.ir import OPS, Attrs, BufferHandle, Dim, Graph, Kind, Node, OpDef, Shape, Value, constant, f32, faults, i32
 from rlx.ir.graph import HANDLE, INPUT, PARAM, Active, Extent, LeafAttrs, apply
@@ -101,6 +102,14 @@ def extent(leaf: Any = None, axes: tuple[int, ...] = (), active: Active | None =
 def clear(g: Graph) -> None:
     for group in (g.outputs, g.output_names, g.assigns):
         group.clear()
+
+
+def test_an_input_of_another_graph_is_said_to_be_one():
+    other, g = rlx.Graph("other"), rlx.Graph("here")
+    x, mine = other.input("x", (2,), rlx.f32), g.input("x", (2,), rlx.f32)
+    g.set_outputs([x + mine])
+    with pytest.raises(rlx.RlxError, match="not declare input 'x': it belongs to another graph that has an input of this name"):
+        rlx.compile(g)
 
 
 # what breaks the sound graph -> part of the fault

@@ -48,8 +48,8 @@ def load(path: str | PathLike[str], **how: Any) -> Any:
 
     if not path.exists():
         raise ModelError(
-            f"{path} is not a folder; a model folder holds config.json, model.safetensors and tokenizer.json. A .gguf file, an "
-            "artifact file, and a name on the Hub (ORG/NAME) are models too"
+            f"there is no file or folder {path}; a model folder holds config.json, model.safetensors and tokenizer.json. A .gguf "
+            "file, an artifact file, and a name on the Hub (ORG/NAME) are models too"
         )
     family = read_json(path / "config.json").get("model_type") if path.is_dir() else None
     if family in ENCODERS:

@@ -189,7 +189,8 @@ class Container:
                 f"{self.path} has format {format_}, this version reads up to {FORMAT}: install a newer one, or save it again"
             )
         if whole != self.nbytes or nbytes > min(MAX_MANIFEST, whole - HEADER.size):
-            raise CorruptFileError(f"{self.path}: the file has {self.nbytes} bytes, its header says {whole}: truncated")
+            says = f"its header says {whole}, with a manifest of {nbytes}: {'truncated' if self.nbytes < whole else 'damaged'}"
+            raise CorruptFileError(f"{self.path}: the file has {self.nbytes} bytes, {says}; save it again")
         text = self._bytes(HEADER.size, nbytes, "the manifest")
         if _digest(magic, format_, zero, nbytes, whole, text) != digest or (HEADER.size + nbytes) % PAGE:
             raise CorruptFileError(f"{self.path}: the checksum of the manifest is wrong: the file is damaged; save it again")

@@ -162,7 +162,10 @@ def _node_faults(node: Node, declared: set[Node], sound: Sound) -> Iterator[str]
         yield "its op is not the op table's entry of that name"
         return
     if op.kind is Kind.LEAF and op is not CONSTANT and node not in declared:
-        yield f"used, but the graph does not declare {op.name} {node.name!r}"
+        alike = any(other.op is op and other.name == node.name for other in declared)
+        yield f"used, but the graph does not declare {op.name} {node.name!r}" + (
+            f": it belongs to another graph that has {'an' if op is INPUT else 'a'} {op.name} of this name" if alike else ""
+        )
     broken = [i for i, v in enumerate(node.inputs) if not _in_range(v)]
     for i in broken:
         yield f"operand {i} is not the result of a node: {node.inputs[i]!r}"

@@ -71,13 +71,13 @@ def _conv(attrs: ConvAttrs, x: Value, w: Value, b: Value | None = None) -> Value
     dtype = products(x.dtype, w.dtype)
     if attrs.groups == 1:
         w = reshape(w, dims=(math.prod(window) * inner, out))
-        made = flatten_matmul(windowed(attrs, x, tuple(window), 1), w, axes=len(window) + 1)
+        made = flatten_matmul(windowed(attrs, x, tuple(window), 1), w, axes=len(window) + 1).astype(dtype)
+        made = made if b is None else made + b.astype(dtype)
     elif inner == 1 and out < SEVERAL * attrs.groups:
         made = _depthwise(attrs, x, w, dtype.compute)
+        made = (made if b is None else made + b.astype(dtype.compute)).astype(dtype)
     else:
-        made = _grouped(attrs, x, w)
-    made = made.astype(dtype)
-    made = made if b is None else made + b.astype(dtype)
+        made = _grouped(attrs, x, w, None if b is None else b.astype(dtype)).astype(dtype)
     return from_last(made, attrs.channels_last)
 
 
@@ -132,13 +132,16 @@ def _depthwise(attrs: ConvAttrs, x: Value, w: Value, compute: DType) -> Value:
     return reshape(made, dims=(*made.dims[: spatial + 1], out))
 
 
-def _grouped(attrs: ConvAttrs, x: Value, w: Value) -> Value:
-    """[group, batch, *positions, *window, channels] by [group, k, channels of the result]."""
+def _grouped(attrs: ConvAttrs, x: Value, w: Value, b: Value | None) -> Value:
+    """[group, batch, *positions, *window, channels] by [group, k, channels of the result]. The bias is added before the groups
+    are put together: sums of narrow floats that are stored in between would be rounded twice."""
     (*window, inner, out), groups, spatial = w.shape.static, attrs.groups, w.rank - 2
     seen = windowed(attrs, reshape(x, dims=(*x.dims[:-1], groups, inner)), tuple(window), 1)
     seen = transpose(seen, axes=(spatial + 1, *range(spatial + 1), *range(spatial + 2, seen.rank)))
     w = transpose(reshape(w, dims=(*window, inner, groups, out // groups)), axes=(spatial + 1, *range(spatial + 1), spatial + 2))
     made = flatten_matmul(seen, reshape(w, dims=(groups, math.prod(window) * inner, out // groups)), axes=spatial + 1, batch=1)
+    if b is not None:
+        made = made + reshape(b, dims=(groups, *(1,) * (spatial + 1), out // groups))
     made = transpose(made, axes=(*range(1, spatial + 2), 0, spatial + 2))
     return reshape(made, dims=(*made.dims[: spatial + 1], out))
 
