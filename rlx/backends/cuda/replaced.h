@@ -1,7 +1,7 @@
 
-/* Replaces the places of which picks(line, n) select some: of several for one place, the last of a line. Each place has a word, zero
-   between launches, that gets the greatest n + 1 of those that select it; then its update is taken. `total` picks, of which number `id`
-   is number(id) of its line: word(id, look(id)) is that of its place, or -1. old(id), update(id, n), put(id, value): of a place. */
+/* Replaces the places that picks select; of several picks of one place, the last of its line counts. Each place has a word, zero between
+   launches, that gets the greatest number of those picks, plus 1; then the place takes that pick's update. Pick `id` of `total` is
+   number(id) of its line, and word(id, look(id)) is that of its place, or -1. old(id), update(id, number), put(id, value): of place `id`. */
 template <int T, int EACH, class L, class W, class N, class O, class U, class P>
 RLX_FN void rlx_replace(unsigned* words, rlx_uindex places, rlx_uindex total, bool halted, L look, W word, N number, O old, U update, P put) {
   constexpr int PART = EACH * T;

@@ -4,14 +4,14 @@ then every destination takes its update, or stays as it is."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.scatter import Scatter, name_pick, scatter_of, shares, unclamped, way_of
 from rlx.backends.cuda.schedule import MULTIPROCESSORS, Launch
-from rlx.ir.kernel import Kernel, Load, Var, coefficient, walk
+from rlx.ir.kernel import Kernel, Load, coefficient, walk
 from rlx.records import record
 
 THREADS, EACH = 256, 4  # indices, and places, of a thread at a time
@@ -99,9 +99,8 @@ class ReplaceWriter(CudaWriter):
 
     def of_places(self, found: Scatter, along: bool) -> None:
         kind = self.type(found.put.buffer.dtype)
-        row: Sequence[Var] = (found.start.var, found.end.var)
         with self.of_line(f"const auto old = [&](rlx_uindex id) -> {kind}", self.end, along, name := self.fresh("i")):
-            self.names[row[0]] = name
+            self.names[found.start.var] = name
             self.line(f"return {self.value(found.first.value)};")
         with self.of_line(f"const auto update = [&](rlx_uindex id, rlx_index pick) -> {kind}", self.end, along, ""):
             name_pick(self, found.picks)
@@ -109,7 +108,7 @@ class ReplaceWriter(CudaWriter):
             self.line(f"return {self.value(found.update)};")
         head = f"const auto put = [&](rlx_uindex id, {kind} held)"
         with self.of_line(head, self.end, along, name := self.fresh("i")):
-            self.names[row[1]] = name
+            self.names[found.end.var] = name
             self.memo[id(found.last.value)] = "held"
             self.block((found.last,))
 

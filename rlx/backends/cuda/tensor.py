@@ -455,7 +455,8 @@ def _tiling(
             return False
         if t.parts > 1 and not 0 < shared * t.parts <= blocks:
             return False
-        if t.parts > 1 and plain and long and c.m <= HALF < t.rows:  # blocks would exchange the sums of tiles that are half empty
+        # blocks would exchange the sums of tiles that are half empty; where `plain and long`, there are lower tiles
+        if t.parts > 1 and plain and long and c.m <= HALF < t.rows:
             return False
         if t.alternate and (segments or not copied or b.raw or promoted(c) or once > 1):
             return False
