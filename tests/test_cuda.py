@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import device_conformance as conformance
 import numpy as np
 import pytest
+from cuda_kernels import assembled
 from op_cases import cases
 
 import rlx
@@ -165,6 +166,20 @@ def test_only_weights_are_copied_before_the_kernel_in_front_ends():
     assert "if (early && threadIdx.x == 0)" in text_of(found, "kernel")
     odd = on_tensor_cores(unaligned(1001, 1005, 1003))
     assert odd and odd.early is None and "early" not in text_of(odd, "kernel")
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "depth", "shares"),
+    [(32768, 768, 768, (216, 264)), (4096, 4096, 4096, (232, 264)), (2048, 2048, 2048, None), (32768, 2304, 768, None)],
+)
+def test_leftover_tiles_of_f32_products_are_shared(m, n, depth, shares):
+    """Where they would take most of a round. The memory for their sums is of the blocks that share, not of all."""
+    found = by_fma(product(m, n, depth, "f32"))
+    assert found and found.shares == shares and bool(found.scratch) == bool(found.counters) == bool(shares)
+    assert "0 bytes spill stores" in assembled(text_of(found, "kernel"), "sm_90a")
+    if shares:
+        tiles, nbytes = math.prod(found.tiles), 4 * found.rows * found.columns * shares[1]
+        assert found.blocks == tiles - shares[0] + shares[1] and nbytes <= found.scratch * found.blocks < 1.01 * nbytes
 
 
 @pytest.mark.parametrize(("m", "n", "depth"), [(16, 384, 384), (16, 768, 3072), (128, 1536, 384), (1024, 1024, 1024)])

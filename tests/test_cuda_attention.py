@@ -82,6 +82,18 @@ SHAPES = {
 }
 
 
+# without tensor cores: rows of a tile, and threads of a row
+PLAIN = {
+    "f32, padded keys": ((2, 4, 128, 64), (2, 4, 128, 64), "f32", {"mask": "custom", "operand": (2, 1, 1, 128)}, (64, 16)),
+    "f32, a mask": ((2, 4, 70, 40), (2, 4, 90, 40), "f32", {"mask": "custom", "operand": (2, 1, 70, 90)}, (64, 16)),
+    "f32, a bias": ((8, 8, 512, 64), (8, 8, 512, 64), "f32", {"mask": "bias", "operand": (8, 512, 512)}, (128, 8)),
+    "f32, many keys": ((2, 12, 700, 32), (2, 12, 700, 32), "f32", {}, (64, 16)),
+    "f32, 128 columns": ((1, 16, 1024, 128), (1, 8, 1024, 128), "f32", {}, (128, 16)),
+    "f32, 80 columns": ((2, 2, 130, 80), (2, 1, 200, 80), "f32", {"mask": "causal"}, (64, 16)),
+    "f32, a bias of keys": ((2, 3, 50, 12), (2, 3, 77, 12), "f32", {"mask": "bias", "operand": (77,)}, (64, 16)),
+}
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_warp_groups_keep_everything_in_registers(name):
     *shape, facts = SHAPES[name]
@@ -96,6 +108,15 @@ def test_kernels_without_tensor_cores_compile(dtype, size):
     found = launch((1, 4, 200, size), (1, 2, 300, size), dtype, mask="causal")
     assert type(found) is AttentionLaunch and found.block and not found.tensor and found.shared <= flash.SHARED
     assert cubin(text_of(found, "kernel"), "sm_80")
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_kernels_without_tensor_cores_keep_everything_in_registers(name):
+    """A mask is loaded without branches, for whose elements threads would wait one by one."""
+    *shape, facts, tile = PLAIN[name]
+    found = launch(*shape, **facts)
+    assert type(found) is AttentionLaunch and (found.tall, found.across) == tile
+    assert "0 bytes stack frame, 0 bytes spill stores" in assembled(text_of(found, "kernel"), "sm_90a")
 
 
 @pytest.mark.parametrize("rows, dtype", [(1, "bf16"), (40, "bf16"), (200, "bf16"), (200, "f32")])
@@ -118,6 +139,7 @@ def test_heads_are_written_where_the_next_product_reads_them():
 
 CASES = {
     **SHAPES,
+    **{name: case[:4] for name, case in PLAIN.items()},
     "a window": ((1, 4, 300, 128), (1, 2, 300, 128), "f16", {"mask": "sliding_window", "window": 100}),
     "f32": ((2, 4, 200, 64), (2, 2, 300, 64), "f32", {"mask": "causal"}),
     "f32 in a cache": ((2, 4, 70, 100), (2, 2, 300, 100), "f32", {"mask": "sliding_window", "window": 50, "positioned": True}),

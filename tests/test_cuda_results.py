@@ -13,8 +13,9 @@ import pytest
 from test_cuda import SOME_TILINGS, graph, on_gpu
 
 import rlx
-from rlx.backends.cuda import code
-from rlx.backends.cuda.fma import SIZES, by_fma
+from rlx import backends
+from rlx.backends.cuda import code, fma
+from rlx.backends.cuda.fma import SIZES, FmaLaunch, Size, by_fma
 from rlx.backends.cuda.schedule import Launch
 from rlx.backends.cuda.tensor import Tiling, on_tensor_cores
 from rlx.errors import IndexRangeError
@@ -53,8 +54,9 @@ def test_gelu_keeps_its_digits_far_below_zero():
 
 
 def fixed(monkeypatch, name: str, chosen: Callable[[Kernel], Launch | None]) -> None:
-    """All products of the test are launched so, and compiled for it."""
+    """All products of the test are launched so, and compiled for it: code that the process or the disk keeps is of others."""
     monkeypatch.setenv("RLX_CACHE", "0")
+    monkeypatch.setattr(backends.get("cuda"), "_codes", {})
     monkeypatch.setattr(code, name, lambda kernel, *args, **more: chosen(kernel))
 
 
@@ -65,6 +67,28 @@ def test_every_size_of_f32_tiles_agrees_with_f64(monkeypatch, size, m, n, depth)
     """Tiles larger than the matrices, and those at an edge, which begin earlier than their neighbours end."""
     fixed(monkeypatch, "by_fma", lambda kernel: by_fma(kernel, size=size))
     test_products_agree_with_f64(m, n, depth, "f32")
+
+
+@on_gpu
+@pytest.mark.parametrize("m, n, depth", [(2048, 2181, 200), (2600, 2100, 1001), (3100, 2600, 333)])
+def test_f32_tiles_that_blocks_share_agree_with_f64(monkeypatch, m, n, depth):
+    """24, 93 and 261 tiles behind the first 264. The bits do not depend on which block is first."""
+    launched: list[FmaLaunch | None] = []
+
+    def large(kernel: Kernel) -> FmaLaunch | None:
+        launched.append(by_fma(kernel, size=Size(128, 128, 8, 8)))
+        return launched[-1]
+
+    monkeypatch.setattr(fma, "HANDED", 0)
+    fixed(monkeypatch, "by_fma", large)
+    test_products_agree_with_f64(m, n, depth, "f32")
+    rng = np.random.default_rng(0)
+    given = {"x": rng.standard_normal((m, depth), np.float32), "y": rng.standard_normal((depth, n), np.float32)}
+    g = graph(lambda g: g.input("x", (m, depth), "f32") @ g.input("y", (depth, n), "f32"))
+    compiled = rlx.Session("cuda").compile(g)
+    assert launched and all(x and x.shares for x in launched)
+    first = compiled.run(given)[0].tobytes()
+    assert all(compiled.run(given)[0].tobytes() == first for _ in range(10))
 
 
 @on_gpu

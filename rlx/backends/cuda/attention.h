@@ -4,7 +4,7 @@
 
    BATCH, HEADS, SHARED (key heads), QUERIES, KEYS, SIZE (of a head), WIDTH (of a value), GROUP = HEADS / SHARED;
    Q_AT(b, h, m, d), K_AT, V_AT(b, g, n, d), O_AT(b, h, m, d), MASK_AT(b, h, m, n): offsets in elements;
-   ORDERED (causal or a window), WINDOW (0: none), POSITIONED, MASKED (0 none, 1 bool, 2 added), SCALE, CAP;
+   ORDERED (causal or a window), WINDOW (0: none), POSITIONED, MASKED (0 none, 1 bool, 2 added), MASK_OF_KEYS, SCALE, CAP;
    TALL: rows of a tile. A row is a query of one of the heads that share a key head: row r is query r % QUERIES. */
 
 /* Keys [low, end) are seen by some row of the tile, whose queries are low_query to high_query; `first`: position of query 0. */
@@ -33,17 +33,27 @@ RLX_FN bool rlx_all_seen(const rlx_span& span, int n0, int count) {
   return !WINDOW || n0 > span.first + span.high_query - WINDOW;
 }
 
-/* The score of row `row` and key n with masks. */
-template <class M> RLX_FN float rlx_masked(float s, int b, int g, int row, int n, const rlx_span& span, const M* mask) {
-  const int m = row % QUERIES, at = span.first + m;
+/* The mask of row `row` and key n, or another element where there is none: loads without branches wait for each other less. */
+template <class M> RLX_FN float rlx_mask_at(int b, int g, int row, int n, const rlx_span& span, const M* mask) {
+#if MASKED
+  const int r = row < GROUP * QUERIES ? row : 0, key = n < span.end ? n : 0;
+  return rlx_wide(mask[MASK_AT(b, g * GROUP + r / QUERIES, r % QUERIES, key)]);
+#else
+  return 0;
+#endif
+}
+
+/* The score of row `row` and key n with masks, `given` that of MASKED. */
+RLX_FN float rlx_masked(float s, float given, int row, int n, const rlx_span& span) {
+  const int at = span.first + row % QUERIES;
   bool seen = row < GROUP * QUERIES && n < span.end;
   if (ORDERED) seen = seen && n <= at && (!WINDOW || n > at - WINDOW);
-#if MASKED == 1
-  seen = seen && mask[MASK_AT(b, g * GROUP + row / QUERIES, m, n)];
-#elif MASKED == 2
-  if (seen) s = fmaf(rlx_wide(mask[MASK_AT(b, g * GROUP + row / QUERIES, m, n)]), LOG2E, s);
-#endif
+  if (MASKED == 1) seen = seen && given != 0;
+  if (MASKED == 2) s = fmaf(given, LOG2E, s);
   return seen ? s : NEVER;
+}
+template <class M> RLX_FN float rlx_masked(float s, int b, int g, int row, int n, const rlx_span& span, const M* mask) {
+  return rlx_masked(s, rlx_mask_at(b, g, row, n, span, mask), row, n, span);
 }
 
 #ifdef FEW

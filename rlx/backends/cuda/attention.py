@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import BEGIN, CudaWriter, may_fail
-from rlx.backends.cuda.schedule import Launch, apart
+from rlx.backends.cuda.schedule import RESERVED, Launch, apart
 from rlx.backends.cuda.vectors import width
 from rlx.ir.graph import Node
 from rlx.ir.kernel import Kernel, Native, View
@@ -24,6 +24,14 @@ MOST_PARTS = 16
 TILE, WARPS, LANES = 8, 8, 32  # rows of a tile of tensor cores; warps of its block
 PAIR, LONG, LONGER = 2, 2048, 8192  # blocks of a cluster where keys are as many; keys from which on they have all WARPS
 CLUSTER = 8  # blocks, at most: as many as every GPU with clusters has
+ORDERED = ("causal", "sliding_window")  # masks
+
+LOW = 64  # rows of a tile without tensor cores, or as few as there are
+# Costs of tiles without tensor cores, fitted to the times of 29 shapes in 7 ways each on an H200.
+BUSY_WARPS, FEWER = 12, 0.35  # of a multiprocessor, and the power of their number by which fewer are slower
+FIRST_KEYS = 90  # that a multiprocessor has in the time in which the first ones of a block come, less the more blocks it has
+LARGE = 1.22  # times as fast with twice as many scores and sums of a thread
+
 EACH = 3  # times that a block loads keys before further ones go to other blocks, whose sums have to be added
 FEW_BYTES = 96 << 10  # of keys and values on their way to such a block
 
@@ -44,7 +52,8 @@ def claim(node: Node) -> str | None:
 @record
 class AttentionLaunch(Launch):
     """For few rows only: `lanes` of one key, `ahead` keys that a lane loads at once, `parts` of the keys; else 0, 0, 1; `stages`
-    of such loads, and the bytes of their `area`. `block`: keys of a block, without tensor cores."""
+    of such loads, and the bytes of their `area`. Without tensor cores: `block`, keys at once; `across`, threads of a
+    row; `resident`, blocks of a multiprocessor."""
 
     tall: int = 64
     tensor: bool = True
@@ -56,6 +65,8 @@ class AttentionLaunch(Launch):
     stages: int = 1
     area: int = 0
     cluster: int = 0
+    across: int = 16
+    resident: int = 1
 
     @property
     def points(self) -> int:
@@ -115,13 +126,7 @@ def launch(kernel: Kernel, multiprocessors: int = 132, most: int = 227 << 10, cl
         while (nbytes := tensor_bytes(size, width, tall)) > most and tall < 64:
             tall *= 2
         return AttentionLaunch(kernel, THREADS, THREADS, shared=nbytes, tall=tall, tiles=-(-rows // tall) * batch * shared)
-    tall, block = plain_shape(max(size, width), rows, batch * shared, multiprocessors)
-    pitch, columns = -(-size // 4) * 4 + 4, -(-width // 64) * 64 if width > 32 else 32 if width > 16 else 16
-    while (nbytes := 4 * ((tall + block) * pitch + block * columns + tall * (block + 4))) > most and tall > 16:
-        tall //= 2
-    tiles = -(-rows // tall) * batch * shared
-    made = AttentionLaunch(kernel, 2 * tall, 2 * tall, shared=nbytes, tall=tall, tensor=False, tiles=tiles, block=block)
-    return replace(made, shared=apart(made, multiprocessors, most))
+    return plain_launch(kernel, multiprocessors, most)
 
 
 def _decoding(kernel: Kernel, tiles: int, rows: int, multiprocessors: int) -> AttentionLaunch:
@@ -153,11 +158,50 @@ def tensor_bytes(size: int, width: int, tall: int) -> int:
     return max(4 * block * (size + width + 16), 4 * across * tall * (2 + width))
 
 
-def plain_shape(size: int, rows: int, heads: int, multiprocessors: int) -> tuple[int, int]:
-    """Rows of a tile and keys of a block, of a kernel without tensor cores. `heads`: whose keys are different."""
-    low = size <= 32 or -(-rows // 128) * heads <= 3 * multiprocessors
-    tall, block = (64 if low else 128, 64) if size <= 128 else (64, 32)
-    return min(tall, max(16, 1 << (rows - 1).bit_length())), block
+def plain_launch(kernel: Kernel, multiprocessors: int, most: int) -> AttentionLaunch:
+    """Without tensor cores: the cheapest of some tiles."""
+    native = native_of(kernel)
+    assert native is not None
+    (batch, heads, queries, size), (_, shared, _, width) = native.inputs[0].dims, native.inputs[2].dims
+    rows, block = heads // max(1, shared) * queries, 64 if max(size, width) <= 128 else 32
+
+    def made(tall: int, across: int) -> AttentionLaunch:
+        nbytes, threads = plain_bytes(size, width, tall, block, across), tall // 8 * across
+        return AttentionLaunch(
+            kernel, threads, threads, shared=nbytes, tall=tall, tensor=False, tiles=-(-rows // tall) * batch * shared,
+            block=block, across=across, resident=max(1, min((most + RESERVED) // (nbytes + RESERVED), 32 * across // threads)),
+        )  # fmt: skip
+
+    large = [(2 * LOW, 8)] * (max(size, width) <= 64)  # others would take too many registers
+    fits = [at for shape in ((16, 16), (32, 16), (LOW, 16), (2 * LOW, 16), *large) if (at := made(*shape)).shared <= most]
+    sizes = [at for at in fits if min(LOW, rows) <= at.tall] or fits[-1:]
+    chosen = min(sizes, key=lambda at: plain_cost(at, native, multiprocessors))
+    return replace(chosen, shared=apart(chosen, multiprocessors, most))
+
+
+def plain_cost(at: AttentionLaunch, native: Native, multiprocessors: int) -> float:
+    """Rounds of a multiprocessor, times rows and their keys."""
+    keys = native.inputs[2].dims[2]
+    if native.attrs.mask in ORDERED:  # type: ignore[union-attr]
+        keys = min(keys, (keys + at.tall) / 2)
+    full, rest = divmod(-(-at.tiles // multiprocessors), at.resident)
+
+    def at_once(count: int) -> float:
+        rate = min(1, count * at.threads / 32 / BUSY_WARPS) ** FEWER
+        return count * at.tall * (keys + FIRST_KEYS / at.resident**2) / rate
+
+    return (full * at_once(at.resident) + (at_once(rest) if rest else 0)) / (LARGE if at.across == 8 else 1)
+
+
+def plain_step(width: int, across: int) -> int:
+    """Adjacent columns of a thread: as few as possible are computed in vain."""
+    return min((4, 2, 1), key=lambda step: (-(-width // (across * step)) * step, -step))
+
+
+def plain_bytes(size: int, width: int, tall: int, block: int, across: int) -> int:
+    """Of queries, keys, values and weights in shared memory."""
+    step, pitch = across * plain_step(width, across), -(-size // 4) * 4 | 4
+    return 4 * ((tall + block) * pitch + block * -(-width // step) * step + tall * (block + across))
 
 
 def in_chunks(view: View, size: int = 8) -> bool:
@@ -188,14 +232,15 @@ class AttentionWriter(CudaWriter):
         self.alone_in_launch = not fronts
         arguments = ", ".join([*parameters, *self.arguments(), *["long long early"] * (at.cluster > 0)])
         way = "decode" if at.cluster else "few" if at.lanes else "mma" if at.tensor else "plain"
-        whole = 4 if at.cluster or (not at.lanes and native.inputs[2].dims[3] > 32) else 1
-        vector = stored_width(native, 2 if at.tensor else whole)
+        whole = 4 if at.cluster else 1
+        vector = stored_width(native, 2 if at.tensor else plain_step(native.inputs[2].dims[3], at.across) if at.block else whole)
         lines = [*self.constants(native), f"#define VECTOR {vector}", f"#define FRONTS {int(bool(fronts))}", header("softmax.h")]
         lines += [header(f"{file}.h") for file in (["attention"], ["attention", "warps", "decode"])[at.cluster > 0]]
         lines += [] if at.lanes or at.cluster else [header(f"{way}.h")]
         few = at.cluster > 0 and at.threads < LANES * WARPS  # blocks that share a multiprocessor
+        bound = f", {2 if few else at.resident}" if few or at.block else ""
         cluster = f"__cluster_dims__({at.cluster}) " if at.cluster > 1 else ""
-        lines += [f'extern "C" __global__ void {cluster}__launch_bounds__({at.threads}{", 2" * few})', f"{name}({arguments}) {{"]
+        lines += [f'extern "C" __global__ void {cluster}__launch_bounds__({at.threads}{bound})', f"{name}({arguments}) {{"]
         lines += [] if at.cluster else [BEGIN]
         lines += ["  extern __shared__ __align__(16) unsigned char shared[];", f"  int tile = blockIdx.x / {at.parts};"]
         lines += [f"  const int part = blockIdx.x % {at.parts};"]
@@ -273,14 +318,15 @@ class AttentionWriter(CudaWriter):
         assert isinstance(attrs, AttentionAttrs)
         mask, _ = attrs.split(native.inputs[3:])
         masked = {"custom": 1, "bias": 2}.get(attrs.mask, 0)
+        of_keys = mask is not None and (len(mask.dims) < 2 or mask.dims[-2] == 1 or mask.strides[-2] == 0)
         window = attrs.window if attrs.mask == "sliding_window" and attrs.window < keys else 0
         yield from (
             f"#define {name} {value}"
             for name, value in {
                 "BATCH": batch, "HEADS": heads, "SHARED": shared, "QUERIES": queries, "KEYS": keys, "SIZE": size, "WIDTH": width,
                 "PARTS": self.launch.cluster or self.launch.parts, "GROUP": heads // shared, "TALL": self.launch.tall,
-                "ORDERED": int(attrs.mask in ("causal", "sliding_window")), "WINDOW": window,
-                "POSITIONED": int(attrs.positioned), "MASKED": masked,
+                "ORDERED": int(attrs.mask in ORDERED), "WINDOW": window,
+                "POSITIONED": int(attrs.positioned), "MASKED": masked, "MASK_OF_KEYS": int(of_keys),
                 "SCALE": f"{attrs.scale or size**-0.5:.9e}f", "CAP": f"{attrs.cap:.9e}f",
             }.items()
         )  # fmt: skip
@@ -290,8 +336,9 @@ class AttentionWriter(CudaWriter):
         if self.launch.cluster:
             yield f"#define WARPS {self.launch.threads // LANES}\n#define SHARES {self.launch.parts // self.launch.cluster}"
         if self.launch.block:
-            yield f"#define BLOCK {self.launch.block}"
-            for name, view in (("K", native.inputs[1]), ("V", native.inputs[2])):
+            across = self.launch.across
+            yield f"#define BLOCK {self.launch.block}\n#define ACROSS {across}\n#define STEP {plain_step(width, across)}"
+            for name, view in zip("QKV", native.inputs):
                 chunks = view.buffer.dtype.name == "f32" and in_chunks(view, 4) and view.dims[3] % 4 == 0
                 yield f"#define {name}_CHUNKS {int(chunks)}"
         if self.launch.tensor:

@@ -84,9 +84,10 @@ template <class S> RLX_FN void rlx_flash_copies(
   }
 }
 
+#define KEYS_LOOKED_UP (MASKED == 1 && MASK_OF_KEYS)
 /* Where all queries see the same keys of a block: bit 8 * (c % 4) + j of word c / 4 for this thread's column 8 * c + j. */
 template <class M> RLX_FN void rlx_look(uint32_t (&seen)[BLOCK / 32], const rlx_queries& t, int n0, const M* mask) {
-#if MASK_OF_KEYS
+#if KEYS_LOOKED_UP
   #pragma unroll
   for (int w = 0; w < BLOCK / 32; w++) {
     const int n = n0 + w * 32 + threadIdx.x % 32;
@@ -108,12 +109,12 @@ template <class M> RLX_FN void rlx_hide(
       #pragma unroll
       for (int j = 0; j < 2; j++) {
         float& x = s[c * 4 + i * 2 + j];
-#if MASK_OF_KEYS
+#if KEYS_LOOKED_UP
         bool seen = keys[c / 4] >> (c % 4 * 8 + j) & 1;
 #else
         bool seen = c * 8 + j < end && (!WINDOW || c * 8 + j >= low);
 #endif
-#if MASKED && !MASK_OF_KEYS
+#if MASKED && !KEYS_LOOKED_UP
         const int row = m < QUERIES ? m : 0, n = column + c * 8 + j < KEYS ? column + c * 8 + j : 0;
 #if MASKED == 1
         seen = seen && mask[MASK_AT(t.b, t.h, row, n)];

@@ -105,9 +105,7 @@ class FlashWriter(AttentionWriter):
         (_, shared, keys, width), size = native.inputs[2].dims, native.inputs[0].dims[3]
         band = max(1, L2_BYTES // (2 * keys * (size + width))) * (heads // shared)
         kept, taken = REGISTERS[at.groups]
-        (mask, _), ordered = native.attrs.split(native.inputs[3:]), native.attrs.mask != "custom"  # type: ignore[union-attr]
-        of_keys = not ordered and mask is not None and (len(mask.dims) < 2 or mask.dims[-2] == 1 or mask.strides[-2] == 0)
-        values = {"MASK_OF_KEYS": int(of_keys), "HEAD_BAND": band, "VECTOR": vector}
+        values = {"HEAD_BAND": band, "VECTOR": vector}
         values |= {"GROUPS": at.groups, "BLOCK": at.block, "STAGES": at.stages}
         yield from (f"#define {name} {value}" for name, value in {**values, "KEPT": kept, "TAKEN": taken}.items())
 

@@ -114,6 +114,60 @@ template <class A, class B> RLX_FN void rlx_multiply(float (&sum)[DOWN][ACROSS],
   rlx_copies_wait<0>();
 }
 
+/* FULL tiles of a block each; behind them SHARING blocks share the STEPS slices of each of LEFT tiles evenly. */
+struct rlx_piece { int tile, begin, end; }; /* slices [begin, end) of a tile */
+template <int FULL, int LEFT, int SHARING, int STEPS> struct rlx_tiles {
+  RLX_FN int first(int block) { return (int)((long long)LEFT * STEPS * (block - FULL) / SHARING); } /* slice of all leftover ones */
+
+  /* The n-th piece of a block, the last one first: so others wait for no piece that waits. Empty: there are no more. */
+  RLX_FN rlx_piece piece(int block, int n) {
+    if (block < FULL) return {block, 0, n ? 0 : STEPS};
+    const int low = first(block), high = first(block + 1), tile = (high - 1) / STEPS - n, start = tile * STEPS;
+    if (start + STEPS <= low) return {0, 0, 0};
+    return {FULL + tile, low > start ? low - start : 0, high < start + STEPS ? high - start : STEPS};
+  }
+
+  /* Leaves the sums of a piece for the block that has its tile's last one, or adds what was left for this block, from the piece in
+     front to the first one. `counters`: 1 where sums wait. Returns true if the sums were left. */
+  RLX_FN bool join(float (&sum)[DOWN][ACROSS], const rlx_piece& piece, float4* scratch, unsigned* counters) {
+    constexpr int EACH = DOWN * ACROSS / 4;
+    if (piece.end < STEPS) {
+      float4* const to = scratch + (size_t)(blockIdx.x - FULL) * (EACH * THREADS) + threadIdx.x;
+      #pragma unroll
+      for (int e = 0; e < EACH; e++) {
+        const float* const from = &sum[e / (ACROSS / 4)][e % (ACROSS / 4) * 4];
+        __stcg(to + e * THREADS, make_float4(from[0], from[1], from[2], from[3]));
+      }
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        __threadfence();
+        asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(counters + (blockIdx.x - FULL)) : "memory");
+      }
+      return true;
+    }
+    const int start = (piece.tile - FULL) * STEPS;
+    for (int block = blockIdx.x, low = start + piece.begin; low > start;) {
+      low = first(--block);
+      unsigned* const counter = counters + (block - FULL);
+      if (threadIdx.x == 0) {
+        unsigned there;
+        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(counter) : "memory");
+        while (!there);
+        *counter = 0;
+      }
+      __syncthreads();
+      const float4* const from = scratch + (size_t)(block - FULL) * (EACH * THREADS) + threadIdx.x;
+      #pragma unroll
+      for (int e = 0; e < EACH; e++) {
+        const float4 got = __ldcg(from + e * THREADS);
+        float* const to = &sum[e / (ACROSS / 4)][e % (ACROSS / 4) * 4];
+        to[0] += got.x, to[1] += got.y, to[2] += got.z, to[3] += got.w;
+      }
+    }
+    return false;
+  }
+};
+
 /* Sums of several groups (and blocks of a cluster) meet in shared memory: [GROUPS][ROWS][COLUMNS]. */
 RLX_FN void rlx_leave(const float (&sum)[DOWN][ACROSS], float* ring, int row, int column) {
   __syncthreads(); /* the slices are done with */

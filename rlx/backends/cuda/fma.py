@@ -3,8 +3,9 @@
 A block computes a tile of the result, a thread some rows and columns of it in groups of 4, a warp 4 x 8 times as many.
 Asynchronous copies keep a ring of slices of both operands in shared memory full, with the summed axis outermost: copies of
 single elements transpose an operand that is contiguous along it. If there are few tiles, groups of a block's threads and
-blocks of a cluster share the summed axis; their sums are added in a fixed order. A tile at an edge is shifted inwards instead
-of reading past it, and stores only elements that no other tile stores.
+blocks of a cluster share the summed axis; their sums are added in a fixed order. If there are many, the last blocks may share
+evenly the slices of tiles that would not fill a last round ("Stream-K", Osama et al., 2023). A tile at an edge is shifted
+inwards instead of reading past it, and stores only elements that no other tile stores.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ FILLED, RISE = 16, 0.032  # warps that keep a multiprocessor busy, and the power
 COPIED = 9.5  # bytes, by copies of single elements
 TILE, MEET = 247, 12.3  # of each sum of a thread; where groups add theirs
 EXCHANGE, GIVEN = 2860, 1.9  # between blocks: the least, and sums that all of them give in a cycle
+HANDED = 13000  # for each block that shares a tile of the last round
+MOST_SHARES = 4  # of such a tile, about
+TWELVE = 0.955  # times as long with 12 rows of a thread and one group
 
 
 @record
@@ -65,25 +69,32 @@ class Size:
         slices = self.stages * self.depth * (self.rows + self.columns + 2 * PAD)
         return 4 * max(slices, self.rows * self.columns * self.groups * (self.groups * self.parts > 1))
 
-    def cost(self, c: Contract, points: int, multiprocessors: int) -> float:
-        """An estimate in cycles: full waves of resident blocks, then the rest of them."""
-        depth = self.depth * -(-c.k // (self.depth * self.parts))
-        blocks = -(-points * -(-c.m // self.rows) * -(-c.n // self.columns) * self.parts // multiprocessors)
-        sums = self.rows * self.columns // self.threads
+    def cost(self, c: Contract, points: int, multiprocessors: int) -> tuple[float, tuple[int, int] | None]:
+        """An estimate in cycles: full rounds of resident blocks, then the rest of them; and the tiles that are left for the last
+        round and the blocks that share them, if they take less time so."""
+        steps, tiles = -(-c.k // self.depth), points * -(-c.m // self.rows) * -(-c.n // self.columns)
+        depth, sums = self.depth * -(-c.k // (self.depth * self.parts)), self.rows * self.columns // self.threads
+        blocks, slots = -(-tiles * self.parts // multiprocessors), self.resident * multiprocessors
 
         def at_once(count: int) -> float:
             busy = min(1, count * self.threads / WARP / FILLED) ** RISE
             each = 1 + LOADS / self.down + LOADS / self.across + COPIES / self.rows + COPIES / self.columns
-            products = self.rows * self.columns * each / PRODUCTS / busy
+            products = self.rows * self.columns * each / PRODUCTS / busy * (TWELVE if (self.down, self.groups) == (12, 1) else 1)
             return count * depth * max(products, 4 * (self.rows + self.columns) / COPIED)
 
-        full, rest = divmod(blocks, self.resident)
+        (full, rest), shares = divmod(blocks, self.resident), None
+        main = full * at_once(self.resident) + (at_once(rest) if rest else 0)
+        rounds, left = divmod(tiles, slots)
+        sharing = min(slots, MOST_SHARES * left)
+        if self.groups * self.parts == 1 and self.down == 8 and rounds and left and 2 * sharing <= left * steps:
+            shared = (rounds + left / sharing) * at_once(self.resident) + HANDED * sharing / left
+            main, shares = (shared, (left, sharing)) if shared < main else (main, None)
         ends = TILE * blocks * sums / min(blocks, self.resident) + MEET * sums * self.groups * (self.groups > 1)
         exchange = (EXCHANGE + self.rows * self.columns * self.parts / GIVEN) * (self.parts > 1)
-        return full * at_once(self.resident) + (at_once(rest) if rest else 0) + ends + exchange
+        return main + ends + exchange, shares
 
 
-_TABLE = [(128, 128, 8, 8, 1, 1, 2), (64, 128, 8, 8, 2, 1, 2), (64, 32, 8, 4, 4, 1, 2)]
+_TABLE = [(96, 128, 12, 8, 1, 1, 3), (128, 128, 8, 8, 1, 1, 2), (64, 128, 8, 8, 2, 1, 2), (64, 32, 8, 4, 4, 1, 2)]
 _TABLE += [(64, 64, 8, 8, 2, parts, 3) for parts in (1, 2, 4)] + [(64, 64, 8, 8, 4, parts, 2, 32, 3) for parts in (1, 2)]
 _TABLE += [(64, 96, 8, 12, 4, 2, 1), (64, 96, 8, 12, 2, 1, 2), (96, 96, 8, 12, 2, 1, 2), (96, 128, 12, 8, 2, 1, 1)]
 _TABLE += [(128, 96, 8, 12, 2, 2, 1), (32, 96, 4, 12, 4, 1, 2)]
@@ -114,11 +125,15 @@ def by_rows(kernel: Kernel) -> Kernel:
 
 @record
 class FmaLaunch(Tiled):
+    """`shares`: leftover tiles, and the blocks that share them."""
+
     size: Size = SIZES[0]
+    shares: tuple[int, int] | None = None
 
     @property
     def blocks(self) -> int:
-        return super().blocks * self.size.parts
+        left, sharing = self.shares or (0, 0)
+        return super().blocks * self.size.parts - left + sharing
 
 
 def by_fma(
@@ -133,9 +148,12 @@ def by_fma(
         return None
     points = busy_points(kernel, None)
     sizes = [s for s in SIZES if s.shared <= most and (clusters or s.parts == 1)]
-    chosen = size or min(sizes, key=lambda s: s.cost(c, points, multiprocessors))
+    chosen = size or min(sizes, key=lambda s: s.cost(c, points, multiprocessors)[0])
     threads = chosen.threads
     made = FmaLaunch(kernel, threads, threads, chosen.shared, rows=chosen.rows, columns=chosen.columns, size=chosen)
+    if not kernel.limits and (shares := chosen.cost(c, points, multiprocessors)[1]):
+        made = replace(made, shares=shares, counters=shares[1])
+        made = replace(made, scratch=16 * -(-chosen.rows * chosen.columns * shares[1] // (4 * made.blocks)))
     return replace(made, shared=apart(made, multiprocessors, most))
 
 
@@ -159,11 +177,30 @@ class FmaWriter(CudaWriter):
         return f"constexpr int {constants};\n{shared}\n" + super().function(name, member)
 
     def coordinates(self) -> Iterator[str]:
+        if not self.launch.shares:
+            yield from self.place(f"blockIdx.x / {self.launch.size.parts}")
+            yield f"const int rank = blockIdx.x % {self.launch.size.parts};  // in the cluster"
+
+    def place(self, tile: str) -> Iterator[str]:
+        """The coordinates of a tile."""
         rows, columns = self.launch.tiles
-        parts = self.launch.size.parts
-        yield f"rlx_index point = blockIdx.x / {parts};"
-        yield f"const int rank = blockIdx.x % {parts};  // in the cluster"
+        yield f"rlx_index point = {tile};"
         yield from self.divided(("tile_n", columns), ("tile_m", rows))
+
+    def body(self) -> None:
+        if not self.launch.shares:
+            return super().body()
+        c = self.launch.contract
+        left, sharing = self.launch.shares
+        sizes = f"{self.launch.blocks - sharing}, {left}, {sharing}, {-(-c.k // self.launch.size.depth)}"
+        self.line(f"using tiles = rlx_tiles<{sizes}>;")
+        with self.scope(["for (int n = 0;; n++) {"]):
+            self.line("const rlx_piece piece = tiles::piece(blockIdx.x, n);")
+            self.line("if (piece.begin == piece.end) return;")
+            self.line("if (n > 0) __syncthreads();  // the ring is done with")
+            for text in self.place("piece.tile"):
+                self.line(text)
+            super().body()
 
     def statement(self, s: Stmt) -> None:
         if isinstance(s, Contract):
@@ -187,7 +224,10 @@ class FmaWriter(CudaWriter):
         self.line(f"const int row = warp / {across} * {4 * size.down} + (lane / 16 * 2 + lane % 2) * 4;")
         self.line(f"const int column = warp % {across} * {8 * size.across} + lane / 2 % 8 * 4;")
         steps = -(-c.k // size.depth)
-        self.line(f"const int begin = {steps} * rank / {size.parts}, end = {steps} * (rank + 1) / {size.parts};")
+        if self.launch.shares:
+            self.line("const int begin = piece.begin, end = piece.end;")
+        else:
+            self.line(f"const int begin = {steps} * rank / {size.parts}, end = {steps} * (rank + 1) / {size.parts};")
         for name, o, first, extent in (("a", c.a, "top", c.m), ("b", c.b, "side", c.n)):
             assert isinstance(o, Operand)
             side, step = (o.row_stride, o.col_stride) if o is c.a else (o.col_stride, o.row_stride)
@@ -197,6 +237,8 @@ class FmaWriter(CudaWriter):
             self.line(f"const {kind} {name}({self.names[o.buffer]} + {self.value(o.offset)}, {first}, begin * {size.depth});")
         self.line(f"float sum[{size.down}][{size.across}] = {{}};")
         self.line(f"rlx_multiply(sum, a, b, rlx_ring, row, column, end - begin, {c.k} - begin * {size.depth});")
+        if self.launch.shares:
+            self.line("if (tiles::join(sum, piece, (float4*)rlx_scratch, rlx_counters)) continue;")
         if size.groups * size.parts > 1:
             self.shared_sums(c, m)
         else:

@@ -1,28 +1,36 @@
 
-/* Attention by multiply-adds: f32, and heads whose sizes no tensor-core kernel takes. A thread has 8 rows and BLOCK / 16 keys of
-   the scores, then the same rows and COLUMNS columns of the sums; the 16 threads of a row are half a warp. The keys of the next
+/* Attention by multiply-adds: f32, and heads whose sizes no tensor-core kernel takes. A thread has 8 rows,
+   GAP apart, and BLOCK / ACROSS keys of the scores, then the same rows and STEP * TIMES columns of the sums. The keys of the next
    block arrive while the products with the values run, the values during the scores. */
-constexpr int THREADS = TALL * 2, KEYS_EACH = BLOCK / 16;
-constexpr int DEPTH = (SIZE + 3) / 4 * 4, PITCH = DEPTH + 4, P_PITCH = BLOCK + 4; /* floats: against bank conflicts */
-constexpr int STEP = WIDTH <= 16 ? 1 : WIDTH <= 32 ? 2 : 4, TIMES = (WIDTH + 16 * STEP - 1) / (16 * STEP); /* adjacent columns of a thread */
-constexpr int V_PITCH = 16 * STEP * TIMES;
+constexpr int THREADS = TALL / 8 * ACROSS, KEYS_EACH = BLOCK / ACROSS, GAP = 32 / ACROSS;
+constexpr int DEPTH = (SIZE + 3) / 4 * 4, PITCH = DEPTH | 4, P_PITCH = BLOCK + ACROSS; /* floats: against bank conflicts */
+constexpr int TIMES = (WIDTH + ACROSS * STEP - 1) / (ACROSS * STEP); /* STEP adjacent columns of a thread */
+constexpr int V_PITCH = ACROSS * STEP * TIMES;
 
+RLX_FN float rlx_inverse(float a) { float out; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(a)); return out; }
 RLX_FN void rlx_copy_16(void* to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
-/* Keys (or values) n0 to n0 + BLOCK as floats, `pitch` apart; 0 outside [low, end), and from `size` on. */
-template <bool CHUNKS, class K, class F> RLX_FN void rlx_stage(float* to, int pitch, int columns, int size, const K* from, const F& at, int n0, int low, int end) {
-  if constexpr (CHUNKS) {
-    for (int e = threadIdx.x; e < BLOCK * (columns / 4); e += THREADS) {
-      const int r = e / (columns / 4), d = e % (columns / 4) * 4, n = n0 + r;
-      const bool there = n >= low && n < end && d < size;
-      rlx_copy_16(to + r * pitch + d, from + (there ? at(n, d) : 0), there);
-    }
-  } else {
-    for (int e = threadIdx.x; e < BLOCK * columns; e += THREADS) {
-      const int r = e / columns, d = e % columns, n = n0 + r;
-      to[r * pitch + d] = n >= low && n < end && d < size ? rlx_wide(from[at(n, d)]) : 0;
+/* N queries, keys or values from n0 on as floats, PITCH_OF apart; 0 outside [low, end), and from OWN on. A thread copies one place of
+   every STEP_OF-th row, as often as is known here, so that a row's address is a constant behind the first one's. */
+template <bool CHUNKS, bool LINEAR, int N, int PITCH_OF, int COLUMNS, int OWN, class K, class F> RLX_FN void rlx_stage(
+    float* to, const K* from, const F& at, int n0, int low, int end) {
+  constexpr int VECTORS = COLUMNS / (CHUNKS ? 4 : 1), STEP_OF = THREADS < VECTORS ? 1 : THREADS / VECTORS;
+  #pragma unroll
+  for (int first = 0; first < VECTORS; first += THREADS) { /* once, but for few threads */
+    const int r0 = threadIdx.x / VECTORS, d = (first + threadIdx.x - r0 * VECTORS) * (CHUNKS ? 4 : 1);
+    if ((THREADS % VECTORS && r0 >= STEP_OF) || d >= COLUMNS) continue;
+    const K* const own = from + at(n0 + r0, d);
+    const rlx_index row = at(1, 0) - at(0, 0);
+    #pragma unroll
+    for (int i = 0; i < N; i += STEP_OF) {
+      const int r = r0 + i, n = n0 + r;
+      if (N % STEP_OF && r >= N) break;
+      const bool there = n >= low && n < end && (OWN == COLUMNS || d < OWN);
+      const K* const place = LINEAR ? own + i * row : from + at(there ? n : low, d);
+      if constexpr (CHUNKS) rlx_copy_16(to + r * PITCH_OF + d, place, there);
+      else to[r * PITCH_OF + d] = there ? rlx_wide(*place) : 0;
     }
   }
   asm volatile("cp.async.commit_group;");
@@ -34,17 +42,16 @@ template <class Q, class K, class M, class F> RLX_FN void rlx_attention_plain(
   float* const ks = qs + TALL * PITCH;      /* [BLOCK][PITCH] */
   float* const vs = ks + BLOCK * PITCH;     /* [BLOCK][V_PITCH] */
   float* const ps = vs + BLOCK * V_PITCH;   /* [TALL][P_PITCH] */
-  const int across = threadIdx.x % 16, down = threadIdx.x / 16 * 8;
+  /* Lanes of a row are two apart: then a load by 16 bytes passes in two turns. */
+  const int lane = threadIdx.x % 32, across = lane / 2 % ACROSS, down = threadIdx.x / 32 * (8 * GAP) + (lane / 2 / ACROSS * 2 + lane % 2);
+  const auto query_at = [&](int r, int d) { return GROUP == 1 ? Q_AT(b, g, r, d) : Q_AT(b, g * GROUP + r / QUERIES, r % QUERIES, d); };
   const auto key_at = [&](int n, int d) { return K_AT(b, g, n, d); };
   const auto value_at = [&](int n, int d) { return V_AT(b, g, n, d); };
-  const auto keys = [&](int n0) { rlx_stage<K_CHUNKS>(ks, PITCH, DEPTH, SIZE, k, key_at, n0, 0, span.end); };
-  const auto values = [&](int n0) { rlx_stage<V_CHUNKS>(vs, V_PITCH, V_PITCH, WIDTH, v, value_at, n0, span.low, span.end); };
+  const auto keys = [&](int n0) { rlx_stage<K_CHUNKS, true, BLOCK, PITCH, DEPTH, SIZE>(ks, k, key_at, n0, 0, span.end); };
+  const auto values = [&](int n0) { rlx_stage<V_CHUNKS, true, BLOCK, V_PITCH, V_PITCH, WIDTH>(vs, v, value_at, n0, span.low, span.end); };
   int n0 = span.low / BLOCK * BLOCK;
+  rlx_stage<Q_CHUNKS, GROUP == 1, TALL, PITCH, DEPTH, SIZE>(qs, q, query_at, row0, 0, GROUP * QUERIES);
   if (n0 < span.end) keys(n0);
-  for (int e = threadIdx.x; e < TALL * DEPTH; e += THREADS) {
-    const int r = e / DEPTH, d = e % DEPTH, row = row0 + r;
-    qs[r * PITCH + d] = row < GROUP * QUERIES && d < SIZE ? rlx_wide(q[Q_AT(b, g * GROUP + row / QUERIES, row % QUERIES, d)]) : 0;
-  }
   float top[8], total[8], sums[8][TIMES][STEP];
   #pragma unroll
   for (int r = 0; r < 8; r++) {
@@ -56,19 +63,22 @@ template <class Q, class K, class M, class F> RLX_FN void rlx_attention_plain(
     asm volatile("cp.async.wait_group 0;" ::: "memory");
     __syncthreads(); /* the keys are there, and the values of the last block are done with */
     values(n0);
-    float s[8][KEYS_EACH];
+    float s[8][KEYS_EACH], given[KEYS_EACH];
+    if (MASK_OF_KEYS)
+      #pragma unroll
+      for (int n = 0; n < KEYS_EACH; n++) given[n] = rlx_mask_at(b, g, row0, n0 + across + n * ACROSS, span, mask);
     #pragma unroll
     for (int r = 0; r < 8; r++)
       #pragma unroll
       for (int n = 0; n < KEYS_EACH; n++) s[r][n] = 0;
-    #pragma unroll 2
+    #pragma unroll 1 /* more would take registers of a second block */
     for (int d = 0; d < DEPTH; d += 4) {
       float4 y[KEYS_EACH];
       #pragma unroll
-      for (int n = 0; n < KEYS_EACH; n++) y[n] = *(const float4*)(ks + (across + n * 16) * PITCH + d);
+      for (int n = 0; n < KEYS_EACH; n++) y[n] = *(const float4*)(ks + (across + n * ACROSS) * PITCH + d);
       #pragma unroll
       for (int r = 0; r < 8; r++) {
-        const float4 x = *(const float4*)(qs + (down + r) * PITCH + d);
+        const float4 x = *(const float4*)(qs + (down + r * GAP) * PITCH + d);
         #pragma unroll
         for (int n = 0; n < KEYS_EACH; n++) s[r][n] = fmaf(x.x, y[n].x, fmaf(x.y, y[n].y, fmaf(x.z, y[n].z, fmaf(x.w, y[n].w, s[r][n]))));
       }
@@ -76,22 +86,25 @@ template <class Q, class K, class M, class F> RLX_FN void rlx_attention_plain(
     const bool all = rlx_all_seen(span, n0, BLOCK);
     #pragma unroll
     for (int r = 0; r < 8; r++) {
-      const int row = row0 + down + r;
+      const int row = ORDERED || (MASKED && !MASK_OF_KEYS) ? row0 + down + r * GAP : row0; /* or another one, which sees the same keys */
+      if (!MASK_OF_KEYS && !all)
+        #pragma unroll
+        for (int n = 0; n < KEYS_EACH; n++) given[n] = rlx_mask_at(b, g, row, n0 + across + n * ACROSS, span, mask);
       float best = top[r];
       #pragma unroll
       for (int n = 0; n < KEYS_EACH; n++) {
         s[r][n] = rlx_score_of(s[r][n]);
-        if (!all) s[r][n] = rlx_masked(s[r][n], b, g, row, n0 + across + n * 16, span, mask);
+        if (!all) s[r][n] = rlx_masked(s[r][n], given[n], row, n0 + across + n * ACROSS, span);
         best = fmaxf(best, s[r][n]);
       }
       #pragma unroll
-      for (int by = 8; by > 0; by /= 2) best = fmaxf(best, rlx_from(best, 16, by));
+      for (int by = ACROSS; by > 1; by /= 2) best = fmaxf(best, rlx_from(best, 32, by));
       const float base = best == NEVER ? 0 : best * FACTOR, keep = rlx_exp2(fmaf(top[r], FACTOR, -base));
       float sum = 0;
       #pragma unroll
       for (int n = 0; n < KEYS_EACH; n++) {
         const float p = rlx_exp2(fmaf(s[r][n], FACTOR, -base));
-        sum += p, ps[(down + r) * P_PITCH + across + n * 16] = p;
+        sum += p, ps[(down + r * GAP) * P_PITCH + across + n * ACROSS] = p;
       }
       total[r] = fmaf(total[r], keep, sum), top[r] = best;
       #pragma unroll
@@ -104,13 +117,13 @@ template <class Q, class K, class M, class F> RLX_FN void rlx_attention_plain(
     for (int n = 0; n < BLOCK; n += 4) {
       float p[8][4];
       #pragma unroll
-      for (int r = 0; r < 8; r++) *(float4*)p[r] = *(const float4*)(ps + (down + r) * P_PITCH + n);
+      for (int r = 0; r < 8; r++) *(float4*)p[r] = *(const float4*)(ps + (down + r * GAP) * P_PITCH + n);
       #pragma unroll
       for (int i = 0; i < 4; i++)
         #pragma unroll
         for (int c = 0; c < TIMES; c++) {
           float y[STEP];
-          rlx_fetch<STEP>(y, vs + (n + i) * V_PITCH + c * 16 * STEP + across * STEP);
+          rlx_fetch<STEP>(y, vs + (n + i) * V_PITCH + c * ACROSS * STEP + across * STEP);
           #pragma unroll
           for (int r = 0; r < 8; r++)
             #pragma unroll
@@ -121,17 +134,17 @@ template <class Q, class K, class M, class F> RLX_FN void rlx_attention_plain(
   #pragma unroll
   for (int r = 0; r < 8; r++) {
     #pragma unroll
-    for (int by = 8; by > 0; by /= 2) total[r] += rlx_from(total[r], 16, by);
-    const int row = row0 + down + r;
+    for (int by = ACROSS; by > 1; by /= 2) total[r] += rlx_from(total[r], 32, by);
+    const int row = row0 + down + r * GAP;
     if (row >= GROUP * QUERIES) continue;
-    const float share = total[r] == 0 ? 0 : 1 / total[r];
+    const float share = total[r] == 0 ? 0 : rlx_inverse(total[r]);
     #pragma unroll
     for (int c = 0; c < TIMES; c++)
       #pragma unroll
       for (int j = 0; j < STEP; j += VECTOR) {
         float out[VECTOR];
         for (int i = 0; i < VECTOR; i++) out[i] = total[r] == 0 ? 0 : sums[r][c][j + i] * share;
-        const int d = c * 16 * STEP + across * STEP + j;
+        const int d = c * ACROSS * STEP + across * STEP + j;
         if (d < WIDTH) put(b, g * GROUP + row / QUERIES, row % QUERIES, d, out);
       }
   }

@@ -3,6 +3,7 @@
    log2; a key that a query does not see has the score NEVER. */
 struct rlx_f16 { uint16_t bits; };
 struct rlx_bf16 { uint16_t bits; };
+RLX_FN float rlx_wide(unsigned char a) { return a; }
 RLX_FN float rlx_wide(float a) { return a; }
 RLX_FN float rlx_wide(rlx_f16 a) { return rlx_wide_f16(a.bits); }
 RLX_FN float rlx_wide(rlx_bf16 a) { return rlx_wide_bf16(a.bits); }
