@@ -440,6 +440,13 @@ def counter():
     return g
 
 
+def test_a_next_state_has_the_dtype_and_the_dims_of_its_handle():
+    g = counter()
+    for wrong, error, message in (("n", DTypeError, r"value.astype\('f32'\)"), ("m", ShapeError, r"the value is f64\[m\]")):
+        with pytest.raises(error, match=message):
+            g.assign(g.handles[0], g.input(wrong, (wrong,), "f64"))
+
+
 def test_evaluate_reads_old_state_and_returns_the_next():
     one, w = np.ones(3, F), np.asarray(2, F)
     (old, same, kept), following = evaluate(counter(), {"delta": one}, {"w": w}, {"total": F([1, 2, 3])})

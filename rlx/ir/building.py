@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-from rlx.errors import DuplicateNameError, GraphError, ShapeError, items, utf8
+from rlx.errors import DTypeError, DuplicateNameError, GraphError, ShapeError, items, utf8
 from rlx.ir.dtype import DType
 from rlx.ir.handle import BufferHandle
 from rlx.ir.op import OPS, Kind, OpDef
@@ -147,7 +147,8 @@ class Building:
         if not isinstance(value, Value):
             raise GraphError(f"assign to handle {handle.name!r}: the next state is a Value, got {type(value).__name__}")
         if value.shape != handle.shape:
-            raise ShapeError(f"assign to handle {handle.name!r}: it is {handle.shape}, the value is {value.shape}")
+            error, how = (ShapeError, "") if value.dims != handle.dims else (DTypeError, f"; value.astype({handle.dtype.name!r})")
+            raise error(f"assign to handle {handle.name!r}: it is {handle.shape}, the value is {value.shape}{how}")
         if any(h is handle for h, _ in self.assigns):
             raise DuplicateNameError(f"handle {handle.name!r} is assigned twice in graph {self.name!r}")
         self.assigns.append((handle, value))
