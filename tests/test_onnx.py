@@ -438,7 +438,8 @@ def test_an_executable_is_compiled_for_named_dims_and_saved_with_its_weights(tmp
 def test_dims_of_arrays_are_compared_with_those_that_the_model_declares():
     net = OnnxModel(decoder())
     past = {f"past_key_values.0.{n}": np.zeros((1, 0, 4), np.float32) for n in ("key", "value")}
-    with pytest.raises(InputShapeError, match=r"'attention_mask' is i64\[batch,total\], got .*3\], and batch is 1 elsewhere"):
+    said = r"'attention_mask' is i64\[batch,total\], got .*3\], and batch is 1 in input 'input_ids'"
+    with pytest.raises(InputShapeError, match=said):
         net.run({"input_ids": np.zeros((1, 3), np.int64), "attention_mask": np.ones((2, 3), np.int64), **past})
     with pytest.raises(InputShapeError, match=r"got dims \[3\]"):
         net.run({"input_ids": np.zeros(3, np.int64), "attention_mask": np.ones((2, 3), np.int64), **past})

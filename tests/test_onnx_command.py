@@ -96,7 +96,7 @@ def test_files_that_are_no_array_and_arrays_of_another_size_are_named(file, tmp_
         assert f"{name} cannot be read as a .npy file: it does not begin as one" in said
     np.save(tmp_path / "x.npy", np.zeros((3, 40), np.float32))
     said = says(capsys, "run", file, "--input", f"x={tmp_path}/x.npy", "--dim", "n=2", fails=True)
-    assert "input 'x' is f32[n,40], got dims [3, 40], and n is 2 elsewhere" in said
+    assert "input 'x' is f32[n,40], got dims [3, 40], and n is 2 in --dim" in said
 
 
 def test_inputs_without_dims_are_given_and_sequences_are_for_python(tmp_path, capsys):

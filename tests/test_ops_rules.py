@@ -463,7 +463,7 @@ def test_evaluate_reads_old_state_and_returns_the_next():
     ({"inputs": {"delta": np.ones(3, F), "x": np.ones(1)}}, UnknownNameError, "no input 'x'; it has: 'delta'"),
     ({"inputs": {"delta": np.ones(3)}}, InputDTypeError, "is f32.n., got an array of float64"),
     ({"inputs": {"delta": np.ones((3, 1), F)}}, InputShapeError, "got an array of .3,1."),
-    ({"handles": {"total": np.ones(2, F)}}, InputShapeError, "handle 'total'"),
+    ({"handles": {"total": np.ones(2, F)}}, InputShapeError, "handle 'total' is .*got .*.2., and n is 3 in the input 'delta'"),
     ({"params": {}}, MissingInputError, "no value for the param 'w'"),
 ])  # fmt: skip
 def test_evaluate_checks_what_it_is_given(change, error, message):

@@ -173,11 +173,13 @@ def arrays(
 
     made, bound = {name: _read(name, file, inputs) for name, file in o.pairs(given).items()}, o.sizes(dim)
     check_dims(bound, inputs.values())
+    first = dict.fromkeys(bound, "--dim")  # where the size of each named dim comes from
     for name, array in made.items():
         shape = inputs[name]
         for d, n in zip(shape.dims if shape else (), array.shape):
+            where = first.setdefault(str(d), f"input {name!r}")
             if not isinstance(d, int) and bound.setdefault(str(d), n) != n:
-                found = f"{list(array.shape)}, and {d} is {bound[str(d)]} elsewhere"
+                found = f"{list(array.shape)}, and {d} is {bound[str(d)]} in {where}"
                 raise OptionError(f"input {name!r} is {shape}, got dims {found}")
     missing = [f"{name} {shape or '(no declared dims)'}" for name, shape in inputs.items() if name not in made]
     if missing and not random:

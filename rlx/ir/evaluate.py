@@ -71,13 +71,14 @@ def _results(graph: Graph, values: Mapping[Value, np.ndarray]) -> tuple[list[np.
 def _bind_leaves(graph: Graph, *groups: Mapping[str, np.ndarray]) -> dict[Value, np.ndarray]:
     values: dict[Value, np.ndarray] = {}
     sizes: dict[str, int] = {}
+    first: dict[str, str] = {}  # the leaf that has set each
     for kind, leaves, given in zip(("input", "param", "handle"), (graph.inputs, graph.params, graph.handles), groups):
         names = [v.name or "" for v in leaves]
         if unknown := sorted(set(given) - set(names)):
             raise UnknownNameError(f"graph {graph.name!r} has no {kind} {unknown[0]!r}; it has: {known(names)}")
         for v, name in zip(leaves, names):
             if name in given:
-                values[v] = _bind_leaf(v, np.asarray(given[name]), sizes)
+                values[v] = _bind_leaf(v, np.asarray(given[name]), sizes, first)
             elif kind != "handle":
                 raise MissingInputError(f"graph {graph.name!r}: no value for the {kind} {v.name!r} ({v.shape})")
     for v in graph.handles:
@@ -86,13 +87,16 @@ def _bind_leaves(graph: Graph, *groups: Mapping[str, np.ndarray]) -> dict[Value,
     return values
 
 
-def _bind_leaf(v: Value, array: np.ndarray, sizes: dict[str, int]) -> np.ndarray:
+def _bind_leaf(v: Value, array: np.ndarray, sizes: dict[str, int], first: dict[str, str]) -> np.ndarray:
     if array.dtype != v.dtype.numpy:
         raise InputDTypeError(f"{v.node.op.name} {v.name!r} is {v.shape}, got an array of {array.dtype}")
     if array.ndim == v.rank:
         for dim, size in zip(v.dims, array.shape):
             if not isinstance(dim, int) and len(dim.names) == 1 and size % dim.factor == 0:
                 sizes.setdefault(dim.names[0], size // dim.factor)
+                first.setdefault(dim.names[0], f"{v.node.op.name} {v.name!r}")
         if v.shape.bind(sizes).dims == array.shape:
             return array
-    raise InputShapeError(f"{v.node.op.name} {v.name!r} is {v.shape}, got an array of [{','.join(map(str, array.shape))}]")
+    said = (f", and {n} is {sizes[n]} in the {first[n]}" for d in v.dims if not isinstance(d, int) for n in d.names if n in first)
+    found = f"got an array of [{','.join(map(str, array.shape))}]{''.join(dict.fromkeys(said))}"
+    raise InputShapeError(f"{v.node.op.name} {v.name!r} is {v.shape}, {found}")

@@ -165,6 +165,7 @@ class Jitted:
     ) -> tuple[tuple[str, int], ...]:
         """Puts names in place of the sizes of named dims, in `leaves`, and returns name and size of each."""
         found: dict[str, int] = {}
+        first: dict[str, str] = {}  # the argument that has set each
         at = 0
         for name, tree in trees:
             for i in range(at, at + tree.leaves) if name in self.dims else ():
@@ -175,7 +176,9 @@ class Jitted:
                     if axis not in sizes:
                         raise BindingError(f"{self.name}: {name!r} has {len(dims)} dims, and dims names its dim {axis} {dim!r}")
                     if found.setdefault(dim, sizes[axis]) != sizes[axis]:  # type: ignore[arg-type]
-                        raise BindingError(f"{self.name}: dim {dim!r} is {found[dim]} in one argument, {sizes[axis]} in {name!r}")
+                        said = f"{found[dim]} in {first[dim]!r}, {sizes[axis]} in {name!r}"
+                        raise BindingError(f"{self.name}: arguments disagree on dim {dim!r}: {said}")
+                    first.setdefault(dim, name)
                     sizes[axis] = Dim(dim)
                 leaves[i] = dtype, tuple(sizes.values())
             at += tree.leaves

@@ -244,6 +244,7 @@ class OnnxModel(Shown):
     def _sizes(self, given: Mapping[str, Any]) -> dict[str, int]:
         """The named dims of inputs, from arrays. InputShapeError: an array does not have the declared dims."""
         sizes: dict[str, int] = {}
+        first: dict[str, str] = {}  # the input that has set each
         for name, x in given.items():
             kind = self._kinds[name]
             if not kind.tensor_type.HasField("shape") or not isinstance(x, np.ndarray):
@@ -254,8 +255,9 @@ class OnnxModel(Shown):
                 raise InputShapeError(asked)
             for dim, size in zip(dims, x.shape):
                 if (sizes.setdefault(dim, size) if isinstance(dim, str) else dim) != size:
-                    was = f", and {dim} is {sizes[dim]} elsewhere" if isinstance(dim, str) else ""
+                    was = f", and {dim} is {sizes[dim]} in input {first[dim]!r}" if isinstance(dim, str) else ""
                     raise InputShapeError(f"{asked}{was}")
+                first.setdefault(str(dim), name)
         return sizes
 
     def _signature(self, importer: Importer) -> _Compiled:
