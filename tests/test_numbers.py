@@ -96,6 +96,16 @@ def test_bounds_that_the_dtype_does_not_hold_are_refused(bound: float) -> None:
             make()
 
 
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_a_float_beyond_the_range_is_infinity_without_a_warning(dtype: str) -> None:  # warnings are errors here
+    x = np.ones(2, rlx.as_dtype(dtype).numpy)
+    f = rlx.jit(lambda x: (x + 1e300, rlx.where(x > 0, [-1e300, 2], x), rlx.constant([1e300]), rlx.full((2,), 1e300)))
+    assert [r.tolist() for r in f(x)] == [[np.inf] * 2, [-np.inf, 2], [np.inf], [np.inf] * 2]
+    assert rlx.jit(lambda x: x)(-1e300) == -np.inf
+    compiled = rlx.compile(lambda x: x, x)
+    assert compiled([1e300, 2]).tolist() == [np.inf, 2]
+
+
 @pytest.mark.parametrize("name", ["sum", "mean", "max", "prod"])
 def test_a_leaf_without_dims_is_reduced_to_itself(name: str) -> None:
     for found in everywhere(getattr(rlx, name), np.full((), 3, np.float32)):

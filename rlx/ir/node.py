@@ -401,14 +401,15 @@ CONSTANT = _leaf("constant", ConstantAttrs, lambda a: Shape(a.data.shape, a.data
 
 def constant(data: Any, dtype: DType | str | None = None, name: str | None = None) -> Value:
     """A constant Value from anything that numpy can convert. Without `dtype`, Python floats become f32, complex numbers c64 and
-    ints i64."""
+    ints i64. A float beyond the dtype's range is infinity, as in numpy and torch; an integer beyond it is a DTypeError."""
     try:
-        array = np.asarray(unmasked("a constant", data), None if dtype is None else as_dtype(dtype).numpy)
+        with np.errstate(over="ignore"):
+            array = np.asarray(unmasked("a constant", data), None if dtype is None else as_dtype(dtype).numpy)
+            if dtype is None and array.dtype.kind in "fc" and not isinstance(data, (np.ndarray, np.generic)):
+                array = array.astype(np.complex64 if array.dtype.kind == "c" else np.float32)
     except (ValueError, OverflowError, TypeError) as e:  # complex for real, ragged lists, text, integers past the dtype's range
         kind = "" if dtype is None else f" of {as_dtype(dtype)}"
         raise DTypeError(f"a constant{kind} cannot hold {data!r:.60}: {e}") from e
-    if dtype is None and array.dtype.kind in "fc" and not isinstance(data, (np.ndarray, np.generic)):
-        array = array.astype(np.complex64 if array.dtype.kind == "c" else np.float32)
     array = np.array(array, order="C")  # a copy: the caller's array may change later
     array.flags.writeable = False
     attrs = ConstantAttrs(array)

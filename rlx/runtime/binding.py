@@ -54,7 +54,8 @@ def converted(label: str, given: object, shape: Shape, adopt: Adopt | None = Non
             kind = np.asarray(given).dtype.kind
             if shape.num_elements and shape.dtype.kind not in NUMBERS.get(kind, ""):
                 raise InputDTypeError(f"{label} is {shape}; got {given!r:.60}, which that dtype does not hold: convert it first")
-            given = np.asarray(given, shape.dtype.numpy)
+            with np.errstate(over="ignore"):  # infinity, as in a constant
+                given = np.asarray(given, shape.dtype.numpy)
         except (ValueError, OverflowError) as e:  # ragged; integers past the dtype's range
             if isinstance(e, InputDTypeError):
                 raise

@@ -337,7 +337,8 @@ def _array(x: Any, name: str) -> Any:
     try:
         if isinstance(x, (bool, int, float, complex)):
             dtype = {bool: np.bool_, int: np.int64, float: np.float32, complex: np.complex64}
-            return np.asarray(x, next(d for kind, d in dtype.items() if isinstance(x, kind)))
+            with np.errstate(over="ignore"):  # infinity, as in a constant
+                return np.asarray(x, next(d for kind, d in dtype.items() if isinstance(x, kind)))
         if hasattr(x, "__dlpack_device__") and hasattr(x, "shape"):
             return on_host(x) if x.__dlpack_device__()[0] == DLPACK_CPU[0] else detached(x)
         if hasattr(x, "__array__"):
