@@ -566,6 +566,8 @@ def test_arguments_of_any_type_are_taken_or_refused_by_an_error_of_ours(
     (lambda c: c.run_read_outputs({"x": np.ones(2, F)}, 0), "indices are those of outputs, or None for all; got int"),
     (lambda c: c.bind_handle(["h"], np.ones(2, F)), r"the name of a handle must be a string, got \['h'\]"),
     (lambda c: c.set_params({1: np.ones(2, F)}), "the name of a param must be a string, got 1"),
+    (lambda c: c.set_param("w", None), "param 'w' is f32.2.; got NoneType None, which holds no numbers: give an array of f32"),
+    (lambda c: c.run({"x": np.array(["a", "b"])}), "input 'x' is f32.2.; got an array of <U1, which holds no numbers"),
 ])  # fmt: skip
 def test_what_to_pass_instead_is_said(call, said) -> None:
     with pytest.raises(BindingError, match=said):

@@ -40,6 +40,10 @@ def fits(label: str, array: object, shape: Shape, adopt: Adopt | None = None) ->
         found = on_host(array) if found is None else found
     except (ValueError, TypeError, RuntimeError, BufferError) as e:  # ragged lists; tensors that refuse to be numpy arrays
         raise InputDTypeError(f"{label} is {shape}; got a {type(array).__name__} that is not an array: {e}") from e
+    own = isinstance(array, np.ndarray)
+    if found.dtype.kind in ("USMm" if own else "OUSMm"):  # None, text, lists of them; an array of objects may hold numbers
+        given = f"an array of {found.dtype}" if own else f"{type(array).__name__} {array!r:.60}"
+        raise InputDTypeError(f"{label} is {shape}; got {given}, which holds no numbers: give an array of {shape.dtype}")
     if found.dtype != shape.dtype.numpy:
         raise InputDTypeError(f"{label} is {shape}; got {found.dtype}. Convert it: array.astype({shape.dtype.numpy.name!r})")
     if found.shape != shape.static:
