@@ -177,6 +177,11 @@ def test_a_function_or_a_graph_is_compiled_at_once() -> None:
     for wrong in (nothing, lambda: rlx.compile(3), lambda: rlx.compile(g, A), lambda: rlx.jit(made)(rlx.Shape((2,), "f32"))):
         with pytest.raises((OptionError, BindingError)):
             wrong()
+    with pytest.raises(BindingError, match=r"compile of <lambda>\(x\): missing .* 'x'; give arrays .*; or rlx.jit"):
+        rlx.compile(lambda x: x)
+    for method in (rlx.Session("cpu").compile, rlx.Session("cpu").plan):
+        with pytest.raises(OptionError, match=r"takes a Graph, got function; of a function: rlx.jit\(f\), or rlx.compile"):
+            method(lambda x: x)  # type: ignore[arg-type]
 
 
 def test_threads_call_one_function() -> None:

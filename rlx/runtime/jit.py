@@ -421,7 +421,13 @@ def compile(
         raise OptionError(f"compile takes a Graph or a function, got {type(what).__name__}")
     if "dims" in more or with_more(options, {}).dims:
         raise OptionError("dims are those of a graph; of a function: rlx.jit(f, dims={'x': {0: 'batch'}})")
-    return jit(what, device=session, static=static, options=options, **more).compiled(*args)
+    made = jit(what, device=session, static=static, options=options, **more)
+    try:
+        made.__signature__.bind(*args)
+    except TypeError as e:
+        how = "give arrays as in its calls, or Shapes in their place: rlx.compile(f, x, y); or rlx.jit(f), whose calls compile"
+        raise BindingError(f"compile of {made.name}{made.__signature__}: {e}; {how}") from None
+    return made.compiled(*args)
 
 
 __all__ = ["Jitted", "compile", "jit"]

@@ -81,8 +81,7 @@ class Session(Shown):
         waits at a barrier for the other ranks, which may raise CallMismatchError (a rank compiled other collectives),
         TransportError, or HeapBoundsError (the heap is too small).
         """
-        if not isinstance(graph, Graph):
-            raise OptionError(f"compile takes a Graph, got {type(graph).__name__}")
+        _check_graph("compile", graph)
         params, handles = stores_of(params, handles)
         options = with_more(options, more)
         dump, verbose = options.dump or knobs.DUMP.get() or None, options.verbose or knobs.DEBUG.get() > 1
@@ -100,8 +99,7 @@ class Session(Shown):
     def plan(self, graph: Graph, options: CompileOptions | None = None, **more: Any) -> MemoryPlan:
         """The memory plan that an executable would have, without its code and scratch. Allocates no memory for it."""
         options = with_more(options, more)
-        if not isinstance(graph, Graph):
-            raise OptionError(f"plan takes a Graph, got {type(graph).__name__}")
+        _check_graph("plan", graph)
         program = lower(graph, self._backend.target(self.device.index, options.threads or self.threads), options)
         return MemoryPlan.of(program, planned_bytes(program))
 
@@ -207,6 +205,12 @@ def session_of(session: Session | None, device: Device | str = Device.CPU) -> Se
 def _room(program: Program) -> str:
     sizes = ", ".join(f"{region} {nbytes}" for region, nbytes in planned_bytes(program).items() if nbytes)
     return f"graph {program.name!r} (bytes: {sizes})"
+
+
+def _check_graph(method: str, graph: object) -> None:
+    if not isinstance(graph, Graph):
+        how = "; of a function: rlx.jit(f), or rlx.compile(f, *arrays)" if callable(graph) else ""
+        raise OptionError(f"{method} takes a Graph, got {type(graph).__name__}{how}")
 
 
 def _check_ranks(graph: Graph, transport: SymmetricTransport | None) -> None:
