@@ -6,6 +6,7 @@ what has no elements yet says so."""
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -232,7 +233,11 @@ NO_ELEMENTS = {
     "asarray": (lambda x, y: np.asarray(x), "numpy array"), "array": (lambda x, y: np.array([x, y]), "numpy array"),
     "constant": (lambda x, y: constant([x, y]), "numpy array"),
     "float": (lambda x, y: float(x[0]), "no number"), "int": (lambda x, y: int(x[0]), "no number"),
-    "a number in": (lambda x, y: 3.0 in x, "cannot be iterated"),
+    "a number in": (lambda x, y: 3.0 in x, "cannot be iterated"), "for": (lambda x, y: [*x], "rlx.scan"),
+    "range": (lambda x, y: range(x), "a static argument of rlx.jit"), "item": (lambda x, y: x.item(), "no number"),
+    "list index": (lambda x, y: [1, 2][x], "no number"), "tolist": (lambda x, y: x.tolist(), "no number"),
+    "trunc": (lambda x, y: math.trunc(x), "no number"), "format": (lambda x, y: f"{x:.2f}", "no number"),
+    "sizes": (lambda x, y: rlx.zeros((2, x)), "no number"), "slice": (lambda x, y: y[:x], "no number"),
 }  # fmt: skip
 
 
@@ -241,6 +246,14 @@ def test_elements_that_are_not_there_yet_are_a_graph_error(ask: Callable[..., An
     g = Graph("g")
     with pytest.raises(GraphError, match=message):
         ask(g.input("x", (4,), "f32"), g.input("y", (4,), "f32"))
+
+
+def test_quotient_and_remainder_at_once() -> None:
+    x = np.array([-7, 7, 3], np.int32)
+    found = rlx.jit(lambda x: (*divmod(x, 2), *divmod(50, x)))(x)
+    np.testing.assert_array_equal(found, [*np.divmod(x, 2), *np.divmod(50, x)])
+    halves = np.array([-7.5, 7.5], np.float32)
+    np.testing.assert_array_equal(rlx.jit(lambda x: divmod(x, 2.0))(halves), np.divmod(halves, np.float32(2)))
 
 
 def test_where_a_value_is_zero() -> None:

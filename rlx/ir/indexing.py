@@ -87,6 +87,8 @@ def _sliced(x: Value, keys: Sequence[object]) -> Value:
     kept: list[int | None] = []  # dims of the result: an axis of the slice, or None for a dim of 1
     for key in keys:
         if isinstance(key, slice):
+            if values := [v for v in (key.start, key.stop, key.step) if isinstance(v, Value)]:
+                index(values[0])  # type: ignore[arg-type]  GraphError: it is no number of Python's
             step = 1 if key.step is None else key.step
             start = key.start if key.start is not None else 0 if step > 0 else END
             kept.append(len(ranges))

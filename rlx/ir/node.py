@@ -163,12 +163,16 @@ class Value(Methods):
         )
 
     def __iter__(self) -> Iterator[Value]:
-        raise GraphError(f"{self!r} cannot be iterated; use rlx.split")
+        raise GraphError(f"{self!r} has no elements before a run, so it cannot be iterated: use rlx.split or rlx.scan")
 
-    def __float__(self) -> NoReturn:
-        raise GraphError(f"{self!r} has no elements before a run, so it is no number of Python's; use the functions of rlx")
+    def __float__(self, *_: object) -> NoReturn:
+        how = "use rlx.where, rlx.cond, rlx.scan or rlx.while_loop, or make it a static argument of rlx.jit"
+        raise GraphError(f"{self!r} has no elements before a run, so it is no number of Python's: {how}")
 
-    __int__ = __complex__ = __float__
+    __int__ = __complex__ = __index__ = __trunc__ = item = tolist = __float__
+
+    def __format__(self, spec: str) -> str:
+        return self.item() if spec else repr(self)
 
     def __array__(self, *_: object, **__: object) -> NoReturn:
         raise GraphError(f"{self!r} has no elements before a run, so it cannot become a numpy array; use the functions of rlx")
@@ -210,6 +214,8 @@ class Value(Methods):
     def __rfloordiv__(self, other: Operand) -> Value: return _call("floor_div", other, self)
     def __mod__(self, other: Operand) -> Value: return _call("mod", self, other)
     def __rmod__(self, other: Operand) -> Value: return _call("mod", other, self)
+    def __divmod__(self, other: Operand) -> tuple[Value, Value]: return self // other, self % other
+    def __rdivmod__(self, other: Operand) -> tuple[Value, Value]: return self.__rfloordiv__(other), self.__rmod__(other)
     def __pow__(self, other: Operand) -> Value: return _power(self, other)
     def __rpow__(self, other: Operand) -> Value: return _call("pow", other, self)
     def __matmul__(self, other: Operand) -> Value: return _call("matmul", self, other)
