@@ -157,6 +157,9 @@ def test_several_graphs_share_weights_and_states_as_before(made, tmp_path):
     assert "layers on cpu, 2 threads: " in text and "counter on cpu, 1 thread: " in text and "weights/0: " in text
     with pytest.raises(UnknownNameError, match="no program 'x'; there are 'counter', 'layers'"):
         found["x"]
+    for call in (found, found.run):
+        with pytest.raises(BindingError, match=r"both.rlx holds the programs .*: call one of them, as file\['layers'\]"):
+            call(X)
     g = rlx.Graph("twice")
     g.set_outputs([g.input("x", (2, 8), rlx.f32) @ g.param("w", (8, 40), rlx.f32)])
     small = Session(threads=1).compile(g, params=made[1][0].params)

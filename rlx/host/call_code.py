@@ -234,13 +234,14 @@ def rlx_call_dict(e: CallBody, self: V, args: V, count: V, names: V) -> None:
     _entry(e, self, args, count, names, of_dict)
 
 
-@_native("ptr", self="ptr", unused="ptr")
-def rlx_call_bound(e: CallBody, self: V, unused: V) -> None:
+@_native("ptr", self="ptr", args="ptr", count="i64", names="ptr")
+def rlx_call_bound(e: CallBody, self: V, args: V, count: V, names: V) -> None:
     call = e.python("PyLong_AsVoidPtr", "ptr", self)
-    result = attempt(e, call)
-    with e.when(e.cmp("ne", result, call)):
-        e.ret(result)
-    e.ret(e.python("PyObject_CallNoArgs", "ptr", e.get(call, "slow")))
+    with e.when(e.bin("and", e.cmp("eq", count, 0), e.cmp("eq", names, NULL))):
+        result = attempt(e, call)
+        with e.when(e.cmp("ne", result, call)):
+            e.ret(result)
+    e.ret(e.python("PyObject_Vectorcall", "ptr", e.get(call, "slow"), args, count, names))
 
 
 def module_text() -> str:

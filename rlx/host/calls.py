@@ -27,7 +27,7 @@ from rlx import knobs
 from rlx.errors import OptionError
 from rlx.forks import Lock
 from rlx.host.abi import BASE, DATA, DESCR, DIMS, FLAGS, IN_ORDER, NDIM, OB_TYPE, Call, Input, P
-from rlx.host.builtin import METH_FASTCALL, METH_KEYWORDS, METH_NOARGS, MethodDef, builtin
+from rlx.host.builtin import METH_FASTCALL, METH_KEYWORDS, MethodDef, builtin
 from rlx.host.gate import FastCall
 from rlx.host.jit import Library, kept_object
 from rlx.records import record
@@ -119,9 +119,8 @@ _making = Lock()
 @cache
 def _made(name: str, form: str, doc: str) -> MethodDef:
     """Made once and kept for the life of the process, because built-in functions point to it. One per name, for help()."""
-    flags = METH_NOARGS if form == "none" else METH_FASTCALL | METH_KEYWORDS
     text = f"{name}({'' if form == 'none' else '$self, inputs, /'})\n--\n\n{doc}"
-    return MethodDef(name.encode(), library().address(FORMS[form]), flags, text.encode())
+    return MethodDef(name.encode(), library().address(FORMS[form]), METH_FASTCALL | METH_KEYWORDS, text.encode())
 
 
 def library() -> Library:

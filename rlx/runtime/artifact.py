@@ -122,6 +122,11 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
                 self._loaded[name] = self._load(self._rows[name])
             return self._loaded[name]
 
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise BindingError(f"{self.path} holds the programs {known(self)}: call one of them, as file[{next(iter(self))!r}](x)")
+
+    run = __call__
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
 

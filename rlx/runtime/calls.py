@@ -85,7 +85,10 @@ def bound(graph: Any, inputs: Mapping[str, np.ndarray] | Sequence[np.ndarray]) -
                 view.flags.writeable = False
         outputs = tuple(in_place)
 
-    def slow() -> tuple[Any, ...]:
+    def slow(*args: Any, **named: Any) -> tuple[Any, ...]:
+        if args or named:
+            how = "write new contents into them, or call the compiled graph on other arrays"
+            raise BindingError(f"a bound call takes no arguments, since it reads the arrays that bound was given: {how}")
         run_slots(core, given)
         return tuple(core.outputs_view()) if outputs is None else outputs
 
