@@ -216,11 +216,11 @@ def test_the_command_that_saves(encoder, decoder, tmp_path):
     }
     for options, message in refused.items():
         done = saved(decoder[0], tmp_path / "x.rlx", *options)
-        assert done.returncode == 1 and message in done.stderr and not (tmp_path / "x.rlx").exists()
+        assert done.returncode == 2 and message in done.stderr and not (tmp_path / "x.rlx").exists()
     done = saved(decoder[1], tmp_path / "x.rlx")
     assert done.returncode == 1 and "is an artifact file already" in done.stderr
     done = saved(encoder[0].folder, tmp_path / "x.rlx", "--cache", "bf16")
-    assert done.returncode == 1 and f"--cache: {encoder[0].folder} is an encoder" in done.stderr
+    assert done.returncode == 2 and f"--cache: {encoder[0].folder} is an encoder" in done.stderr
 
 
 def test_commands_take_the_cache_of_an_artifact(decoder, tmp_path, capsys):

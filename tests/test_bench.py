@@ -68,7 +68,7 @@ def test_options_that_a_model_does_not_have_are_refused(folder, tmp_path, capsys
         ([encoder, "--cache", "bf16", "--new-tokens", "9"], f"--new-tokens, --cache: {encoder} is an encoder"),
     ):
         code, _, err = benched(capsys, *args)
-        assert code == 1 and said in " ".join(err.split())
+        assert code == 2 and said in " ".join(err.split())
 
 
 def test_an_encoder_and_its_artifact(capsys, tmp_path, monkeypatch):

@@ -235,7 +235,7 @@ def test_a_full_context_is_said(folder, monkeypatch, capfd):
         (["no-such-model"], "", 1, "no-such-model is neither a folder"),
         (["EMPTY"], "", 1, "has no config.json"),
         (["ENCODER"], "", 1, "'bert' is not supported"),
-        (["TALKER", "--top-p", "2"], "x\n", 1, "top_p is a number from 0.0 to 1.0"),
+        (["TALKER", "--top-p", "2"], "x\n", 2, "top_p is a number from 0.0 to 1.0"),
         (["TALKER", "--capacity", "0"], "", 2, "capacity"),
         (["TALKER", "--capacity", "1000"], "", 1, "the model has 256 positions"),
         (["TALKER"], b"\xff\n", 1, "standard input is not UTF-8 text"),

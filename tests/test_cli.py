@@ -162,8 +162,6 @@ def test_long_input_shows_progress_on_a_terminal_only(tmp_path, capsys, kept):
         (["embed", "--file", "no-such-file.txt"], "rlx: no-such-file.txt: No such file or directory\n"),
         (["embed", "x", "--output", "no/such/folder/x.npy"], "no/such/folder/x.npy"),
         (["embed", "x", "--output", "."], "it is a folder"),
-        (["embed", "x", "--device", "cudda"], "no device is called 'cudda'; did you mean 'cuda'"),
-        (["embed", "x", "--device", "cuda:x"], "a device is written NAME or NAME:INDEX"),
         (["embed", "x", "--device", "cpu:1"], "device CPU:1 cannot be used: there is no such index"),
         (
             ["generate", "no/model", "x", "--device", "rocm"],
@@ -298,9 +296,9 @@ def test_ctrl_c_while_importing_leaves_no_traceback(tmp_path: Path) -> None:
     ("generate MODEL hi --temperature -1", "temperature is a number from 0.0 to 10000.0, got -1.0"),
     ("generate MODEL hi --seed -1", "a seed is a whole number from 0"), ("chat MODEL --top-k -1", "top_k is a whole number"),
     ("chat MODEL --stop=", "a stop string is a str that is not empty"),
-    ("generate MODEL hi --cache f8", "cache='f8': choose one of"),
     ("generate MODEL hi --expert-budget much", "a budget of experts is bytes"),
-    ("embed --device q hi", "no device is called 'q'"),
+    ("embed --device q hi", "no device is called 'q'"), ("generate MODEL x --device cudda", "did you mean 'cuda'"),
+    ("embed x --device cuda:x", "a device is written NAME or NAME:INDEX"),
     ("generate MODEL hi --expert-policy lru", "expert_policy='lru' needs an expert_budget"),
     ("generate MODEL hi --expert-budget 8 --expert-policy best", "no policy is called 'best'"),
     ("generate MODEL hi --record-experts /proc/none/trace", "there is no folder /proc/none"),
@@ -311,6 +309,7 @@ def test_ctrl_c_while_importing_leaves_no_traceback(tmp_path: Path) -> None:
     ("save MODEL FILE --shape 0x8", "--shape is texts x tokens"),
     ("inspect MODEL --input x", "--input is name=file.npy; got 'x'"),
     ("inspect MODEL --dim n=2", "--dim: MODEL is no ONNX model"),
+    ("bench MODEL --cache f8", "--cache is f32, bf16 or f16"), ("run MODEL --graph g", "--graph is for artifact files"),
     ("run MODEL.onnx --dim n=2 --dim n=3", "--dim n is given twice"),
     ("moe simulate MODEL --budget none", "a budget of experts is bytes"),
     ("moe simulate MODEL --budget 8 --policy best", "no policy is called 'best'"),
@@ -323,7 +322,7 @@ def test_options_are_checked_before_any_file_is_read(
 ) -> None:
     """The model is not there, which would be an error too."""
     monkeypatch.chdir(tmp_path)
-    assert exit_code(*line.split()) == 1
+    assert exit_code(*line.split()) == (1 if "folder" in says else 2)  # folders are not as wanted: that is no wrong usage
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1 and not list(tmp_path.iterdir())
 

@@ -55,9 +55,9 @@ def test_a_step_of_decoding_and_one_of_the_prompt_are_explained(folder, tmp_path
 
 
 def test_options_of_other_models_are_refused(folder, tmp_path, capsys):
-    assert command("explain", folder, "--output", tmp_path / "page.html", "--batch", 2, "--dim", "n=3") == 1
+    assert command("explain", folder, "--output", tmp_path / "page.html", "--batch", 2, "--dim", "n=3") == 2
     assert f"--dim, --batch: {folder} is no encoder and no ONNX model" in capsys.readouterr().err
-    assert command("explain", "--output", tmp_path / "page.html", "--context", 4, "--cache", "bf16") == 1
+    assert command("explain", "--output", tmp_path / "page.html", "--context", 4, "--cache", "bf16") == 2
     assert "--context, --cache: " in (said := capsys.readouterr().err) and "is an encoder" in said
 
 

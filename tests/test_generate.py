@@ -512,7 +512,7 @@ def test_command_on_two_ranks(folder, model):
 @pytest.mark.parametrize(
     "args, text",
     [
-        (["/nowhere", "x"], "nowhere"), (["{}", "x", "--top-p=3"], "top_p"), (["{}", ""], "0 tokens"),
+        (["/nowhere", "x"], "nowhere"), (["{}", ""], "0 tokens"),
         (["{}", "x", "--capacity=9999"], "256"),
     ],
 )  # fmt: skip

@@ -314,7 +314,7 @@ def test_in_a_process_of_its_own(notes):
     "args, code, said",
     [
         (["no-such-folder", "x"], 1, "no-such-folder is not a folder"),
-        (["FOLDER", " ", "--model", "no-such-model"], 1, "an empty query"),  # before the model is opened
+        (["FOLDER", " ", "--model", "no-such-model"], 2, "an empty query"),  # before the model is opened
         (["FOLDER", "x", "--glob", "*.none"], 1, "has no text to search in files that match"),
         (["FOLDER", "x", "--top", "0"], 2, "top"),
         (["FOLDER", "x", "--model", "no-such-model"], 1, "no-such-model is not a folder"),

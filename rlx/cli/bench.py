@@ -118,7 +118,7 @@ def bench(
 
 
 def _refuse_others(context: typer.Context, model: Path, kind: str) -> None:
-    """OptionError: an option was given that models of this kind do not have."""
+    """UsageError: an option was given that models of this kind do not have."""
     from rlx.cli.run import sizes_of
 
     if kind in ("encoder", "decoder"):

@@ -206,10 +206,12 @@ def expert_options(budget: str | None, policy: str | None, profile: Path | None,
     from rlx.frontends.experts import placed
 
     check_writable(record)
-    placed(budget, policy, profile)
+    with o.usage():
+        placed(budget, policy, profile)
     return {"expert_budget": budget, "expert_policy": policy, "expert_profile": profile, "record_experts": record}
 
 
+@o.usage()
 def answer_options(most: int | None, stop: list[str] | None, seed: int | None, *sampling: Any) -> dict[str, Any]:
     """The arguments of Generator, checked. `sampling`: the fields of Sampling, in order."""
     from rlx.frontends.generate import StopStrings

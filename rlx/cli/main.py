@@ -25,7 +25,7 @@ from rlx.cli.run import run as run_model
 from rlx.cli.save import save
 from rlx.cli.search import search
 from rlx.cli.verify import verify
-from rlx.errors import RlxError, check_writable
+from rlx.errors import RlxError, UnknownDeviceError, check_writable
 from rlx.knobs import drop_columns
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def run(argv: list[str] | None = None) -> None:
     except (RlxError, OSError) as e:
         said = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename and e.strerror else str(e)
         print(f"rlx: {' '.join(said.split())}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(e, (o.UsageError, UnknownDeviceError)) else 1)
 
 
 def _with_one(args: list[str]) -> typer.Typer:

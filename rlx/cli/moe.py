@@ -55,11 +55,12 @@ def simulate(
     from rlx.runtime.simulate import Rates, simulate
     from rlx.runtime.traces import TraceFile
 
-    amount, start = Budget.of(budget), None
-    slow = None if slow_rate is None else Budget.of(slow_rate, "--slow-rate")
-    if slow is not None and not slow.in_bytes:
-        raise OptionError(f"--slow-rate is bytes per second, as 1.5GB, got {slow_rate!r}")
-    policies = {name: policy_of(name) for name in policy or POLICIES}
+    with o.usage():
+        amount, start = Budget.of(budget), None
+        slow = None if slow_rate is None else Budget.of(slow_rate, "--slow-rate")
+        if slow is not None and not slow.in_bytes:
+            raise OptionError(f"--slow-rate is bytes per second, as 1.5GB, got {slow_rate!r}")
+        policies = {name: policy_of(name) for name in policy or POLICIES}
     file = TraceFile(trace)
     if profile is not None:
         known = TraceFile(profile)

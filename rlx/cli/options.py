@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,15 +18,29 @@ if TYPE_CHECKING:
 HUB = "or a name on the Hugging Face Hub, such as Qwen/Qwen3-0.6B"
 HUB_ENCODER = "or a name on the Hugging Face Hub, such as sentence-transformers/all-MiniLM-L6-v2"
 
+
+class UsageError(OptionError):
+    """An error of the command line, which ends the command with exit code 2."""
+
+
+@contextmanager
+def usage() -> Iterator[None]:
+    """Also a decorator: errors of options are those of the command line."""
+    try:
+        yield
+    except OptionError as e:
+        raise UsageError(str(e)) from None
+
+
 def sizes(dim: list[str] | None) -> dict[str, int]:
     """The named dims of `--dim name=size`."""
     found: dict[str, int] = {}
     for text in dim or ():
         name, _, size = text.rpartition("=")
         if not name or not size.isdecimal():
-            raise OptionError(f"--dim is name=size, as batch=8; got {text!r}")
+            raise UsageError(f"--dim is name=size, as batch=8; got {text!r}")
         if found.setdefault(name, int(size)) != int(size):
-            raise OptionError(f"--dim {name} is given twice: {found[name]} and {size}")
+            raise UsageError(f"--dim {name} is given twice: {found[name]} and {size}")
     return found
 
 
@@ -34,11 +50,17 @@ def pairs(given: list[str] | None) -> dict[str, str]:
     for text in given or ():
         name, _, file = text.partition("=")
         if not name or not file:
-            raise OptionError(f"--input is name=file.npy; got {text!r}")
+            raise UsageError(f"--input is name=file.npy; got {text!r}")
         if name in found:
-            raise OptionError(f"--input {name} is given twice: {found[name]} and {file}")
+            raise UsageError(f"--input {name} is given twice: {found[name]} and {file}")
         found[name] = file
     return found
+
+
+def cache_dtype(name: str | None) -> str | None:
+    if name not in (None, "f32", "bf16", "f16"):
+        raise UsageError(f"--cache is f32, bf16 or f16; got {name!r}")
+    return name
 
 
 # callbacks read an option before any file is read; the command gets it as it was given
@@ -80,10 +102,10 @@ def given(context: typer.Context, name: str) -> bool:
 
 
 def refuse(context: typer.Context, why: str, *names: str) -> None:
-    """OptionError: one of these parameters was given. `why`: the reason why they are of no use."""
+    """UsageError: one of these parameters was given. `why`: the reason why they are of no use."""
     options = {p.name: p.opts[0] for p in context.command.params}
     if wrong := [options[name] for name in names if given(context, name)]:
-        raise OptionError(f"{', '.join(wrong)}: {why}")
+        raise UsageError(f"{', '.join(wrong)}: {why}")
 
 
 def kind_of(path: Path) -> tuple[str, bool]:
@@ -125,7 +147,8 @@ ExpertProfile = Annotated[Path | None, typer.Option(help="Begin with the experts
 RecordExperts = Annotated[
     Path | None, typer.Option(help="Write a trace of the experts chosen, for `rlx moe simulate`.", show_default=False)
 ]  # fmt: skip
-CacheDType = Annotated[str | None, typer.Option(help="Dtype of the KV cache: f32, bf16 or f16.", show_default="f32")]
+CACHE = "Dtype of the KV cache: f32, bf16 or f16."
+CacheDType = Annotated[str | None, typer.Option(help=CACHE, show_default="f32", callback=cache_dtype)]
 
 
 def open_encoder(model: Path | None, bars: Bars, device: str, threads: int | None, tune: float) -> EmbeddingModel:

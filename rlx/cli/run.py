@@ -13,7 +13,7 @@ import typer
 
 from rlx.cli import options as o
 from rlx.cli.progress import Bars
-from rlx.errors import ModelError, OptionError, OutOfMemoryError, RlxError, Unsupported, known
+from rlx.errors import ModelError, OutOfMemoryError, RlxError, Unsupported, known
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,7 +60,7 @@ def run(
             raise RlxError(f"cannot write to {output}: {why} is {'not writable' if near.is_dir() else 'no folder'}")
     of_file = begins_with(model)
     if graph is not None and not of_file:
-        raise OptionError(f"--graph is for artifact files, and {model} is none")
+        raise o.UsageError(f"--graph is for artifact files, and {model} is none")
     begun = time.perf_counter()
     with Bars() as bars:
         if of_file:
@@ -122,12 +122,12 @@ def stored(path: Path, name: str | None, device: str, threads: int | None, tune:
     from rlx.runtime.saving import GRAPHS
 
     if tune:
-        raise OptionError(f"--tune is for compiles, and {path} is an artifact file, whose programs are compiled")
+        raise o.UsageError(f"--tune is for compiles, and {path} is an artifact file, whose programs are compiled")
     file = ArtifactFile(path, device=None if device == "cpu" else device, threads=threads)
     if file.kind != GRAPHS:
         raise Unsupported(f"{path} holds a model that takes text: rlx embed or rlx generate runs it")
     if name not in file and (name is not None or len(file) > 1):
-        raise OptionError(f"{path} holds the graphs {known(file)}: choose one with --graph")
+        raise o.UsageError(f"{path} holds the graphs {known(file)}: choose one with --graph")
     compiled = file[name or next(iter(file))]
     if missing := compiled.missing_params():
         raise ModelError(f"{path} was saved without its weights ({known(missing)}): save it with them, or set them from Python")
@@ -145,7 +145,7 @@ def open_onnx(
     from rlx.frontends.load import load
 
     if path.suffix != ".onnx":
-        raise OptionError(f"{path} is no .onnx file and no artifact file of graphs, which are what rlx run takes")
+        raise ModelError(f"{path} is no .onnx file and no artifact file of graphs, which are what rlx run takes")
     net = load(path, **o.compiling(bars, device, threads, tune))
     if lists := [i.name for i in net.inputs if i.kind == "sequence"]:
         how = "run the model from Python: rlx.load(path).run({name: [array, …]})"
@@ -180,18 +180,18 @@ def arrays(
             where = first.setdefault(str(d), f"input {name!r}")
             if not isinstance(d, int) and bound.setdefault(str(d), n) != n:
                 found = f"{list(array.shape)}, and {d} is {bound[str(d)]} in {where}"
-                raise OptionError(f"input {name!r} is {shape}, got dims {found}")
+                raise o.UsageError(f"input {name!r} is {shape}, got dims {found}")
     missing = [f"{name} {shape or '(no declared dims)'}" for name, shape in inputs.items() if name not in made]
     if missing and not random:
-        raise OptionError(f"no value for input {', '.join(missing)}: --input name=file.npy for each, or --random")
+        raise o.UsageError(f"no value for input {', '.join(missing)}: --input name=file.npy for each, or --random")
     rng = np.random.default_rng(seed)
     for name, shape in inputs.items():
         if name in made:
             continue
         if shape is None:
-            raise OptionError(f"input {name!r} is text, or has no declared dims: give it, --input {name}=file.npy")
+            raise o.UsageError(f"input {name!r} is text, or has no declared dims: give it, --input {name}=file.npy")
         if left := [str(d) for d in shape.dims if not isinstance(d, int) and str(d) not in bound]:
-            raise OptionError(f"input {name!r} is {shape}: give the size of {left[0]}, as --dim {left[0]}=1")
+            raise o.UsageError(f"input {name!r} is {shape}: give the size of {left[0]}, as --dim {left[0]}=1")
         dims = tuple(d if isinstance(d, int) else bound[str(d)] for d in shape.dims)
         try:
             made[name] = random_array(dims, shape.dtype, rng)
@@ -202,10 +202,10 @@ def arrays(
 
 
 def check_dims(given: Mapping[str, int], shapes: Iterable[Shape | None]) -> None:
-    """OptionError: no input has a dim of this name."""
+    """UsageError: no input has a dim of this name."""
     named = {str(d) for shape in shapes if shape for d in shape.dims if not isinstance(d, int)}
     if extra := sorted(given.keys() - named):
-        raise OptionError(f"--dim {extra[0]}: no input has a dim of this name; there are {known(named)}")
+        raise o.UsageError(f"--dim {extra[0]}: no input has a dim of this name; there are {known(named)}")
 
 
 def random_array(dims: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> Any:
@@ -220,7 +220,7 @@ def _read(name: str, file: str, inputs: Mapping[str, Shape | None]) -> Any:
     import numpy as np
 
     if name not in inputs:
-        raise OptionError(f"--input {name}: there is no such input; there are {known(inputs)}")
+        raise o.UsageError(f"--input {name}: there is no such input; there are {known(inputs)}")
     try:
         with open(file, "rb") as f:
             if f.read(6) != b"\x93NUMPY":

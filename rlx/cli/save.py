@@ -10,7 +10,7 @@ import typer
 
 from rlx.cli import options as o
 from rlx.cli.progress import Bars
-from rlx.errors import OptionError, Unsupported, check_writable
+from rlx.errors import Unsupported, check_writable
 
 
 def save(
@@ -69,5 +69,5 @@ def save(
 
 def _shape(text: str) -> tuple[int, int]:
     if not (found := re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", text, re.ASCII)):
-        raise OptionError(f"--shape is texts x tokens, as 8x64; got {text!r:.40}")
+        raise o.UsageError(f"--shape is texts x tokens, as 8x64; got {text!r:.40}")
     return int(found[1]), int(found[2])

@@ -41,7 +41,8 @@ def search(
     """
     from rlx.frontends.search import TextIndex, checked_folder, checked_query
 
-    checked_query(query)
+    with o.usage():
+        checked_query(query)
     with Bars() as bars:
         index = TextIndex(checked_folder(folder), o.open_encoder(model, bars, device, threads, tune))
         changes = index.update(glob or (), bars.files)
