@@ -31,11 +31,7 @@ from rlx.knobs import drop_columns
 if TYPE_CHECKING:
     from rlx.frontends.embedding import EmbeddingModel
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="rlx: compile a model once, run it many times.",
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="rlx: compile a model once, run it many times.")
 USE, LOOK, MACHINE = "Use a model", "Look at a model", "This machine"  # groups of commands in the help
 TABLE_TEXTS = 12  # up to this many texts, a table of similarities is printed
 PROGRESS_TEXTS = 200  # from this many texts on, they have a progress bar

@@ -189,9 +189,7 @@ def _base(value: Value) -> Value:
     return value
 
 
-def _plain_readers(
-    value: Value, readers: Readers, packs: Mapping[Node, Value]
-) -> Iterator[tuple[Value, Node]]:
+def _plain_readers(value: Value, readers: Readers, packs: Mapping[Node, Value]) -> Iterator[tuple[Value, Node]]:
     """(value read, node) for every reader of the value, or of a view of it, that cannot use the packed form."""
     for node in readers.get(value, ()):
         if node.op.kind is Kind.VIEW:
@@ -201,9 +199,7 @@ def _plain_readers(
             yield value, node
 
 
-def _out_of(
-    packed: Value, value: Value, reader: Node, readers: Readers, graph: Graph
-) -> dict[Node, Remake] | None:
+def _out_of(packed: Value, value: Value, reader: Node, readers: Readers, graph: Graph) -> dict[Node, Remake] | None:
     """The replacement of a node that looks up parts of `value`, or that of its decoding nodes, on the pack; None: impossible."""
     if reader.op is not OPS["gather"] or reader.inputs[0] is not value or value.shape.num_elements == 0:
         return None

@@ -43,9 +43,7 @@ class Arena:
 
     PlanError: a slot exceeds the arena."""
 
-    def __init__(
-        self, memory: Memory, slots: Mapping[Any, tuple[int, int]], size_bytes: int, alignment: int = ALIGNMENT
-    ) -> None:
+    def __init__(self, memory: Memory, slots: Mapping[Any, tuple[int, int]], size_bytes: int, alignment: int = ALIGNMENT) -> None:
         for node, (offset, nbytes) in slots.items():
             if offset < 0 or nbytes < 0 or offset + nbytes > size_bytes:
                 raise PlanError(f"slot {node!r}, bytes {offset} to {offset + nbytes}, exceeds the {size_bytes}-byte arena")

@@ -130,9 +130,7 @@ class Advisor(Protocol):
     each: bool
     landing: Sequence[int]
 
-    def routed(
-        self, layer: int, ids: np.ndarray, ahead: np.ndarray | None, resident: np.ndarray | None = None
-    ) -> Iterable[int]:
+    def routed(self, layer: int, ids: np.ndarray, ahead: np.ndarray | None, resident: np.ndarray | None = None) -> Iterable[int]:
         """`ids`: i32 [tokens, k], valid during the call; `ahead`: a guess of the next layer's, if the graph makes one. It may
         promote and demote experts. An exception fails the run. `resident`: the experts that the run found resident, where it is
         told later (ExpertTiers.in_place)."""

@@ -76,9 +76,7 @@ def _made(kind: Any, path: Any, how: dict[str, Any]) -> Any:
     return kind(path, **how)
 
 
-def from_onnx(
-    model: Any, dims: Mapping[str, int] | None = None, values: Mapping[str, Any] | None = None,
-) -> Graph:  # fmt: skip
+def from_onnx(model: Any, dims: Mapping[str, int] | None = None, values: Mapping[str, Any] | None = None) -> Graph:
     """The graph of an ONNX model: a path, the bytes of a file, or an onnx.ModelProto. Its weights are set when it is compiled.
 
     `dims`: sizes of named dims; the others stay names, where the model's operators allow that. `values`: contents of inputs that

@@ -16,9 +16,7 @@ class Input(ctypes.Structure):
     """The required dtype and dims of an input, and the `slot` that its bytes are copied to, unless they are there already.
     `fixed`: they must be there already. `given`: the array that was passed or bound."""
 
-    _fields_ = [
-        ("descr", P), ("ndim", I64), ("dims", P), ("nbytes", I64), ("slot", P), ("fixed", I64), ("name", P), ("given", P),
-    ]  # fmt: skip
+    _fields_ = [("descr", P), ("ndim", I64), ("dims", P), ("nbytes", I64), ("slot", P), ("fixed", I64), ("name", P), ("given", P)]
 
 
 class Call(ctypes.Structure):

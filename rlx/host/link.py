@@ -82,9 +82,7 @@ class Image:
                     raise ValueError(f"alignment {alignment}")
                 o.at[i] = size = -(-size // max(alignment, 1)) * max(alignment, 1)
                 size += nbytes
-        exported = (
-            (name, o.at[s] + value) for o in objects for name, binding, s, value in o.symbols if binding and s in o.at
-        )
+        exported = ((name, o.at[s] + value) for o in objects for name, binding, s, value in o.symbols if binding and s in o.at)
         self._defined = dict(exported)
         if size > 2 * sum(len(o.raw) for o in objects):
             raise IndexError("sections that overlap")

@@ -74,9 +74,7 @@ def identity(op: str, dtype: DType) -> int | float | bool:
     return {"add": 0, "mul": 1, "or": 0, "and": True if dtype.kind == "b" else -1 if dtype.kind == "i" else 2**dtype.bits - 1}[op]
 
 
-def substitute(
-    part: Part, to: Mapping[Var, Expr], memo: dict[int, Expr] | None = None, *, guard: Expr | None = None
-) -> Part:
+def substitute(part: Part, to: Mapping[Var, Expr], memo: dict[int, Expr] | None = None, *, guard: Expr | None = None) -> Part:
     """An expression, a statement or a tuple of them with expressions in place of variables. Expressions that are shared inside
     `part` stay shared, and whatever does not change stays the same object. With `guard`, nothing is loaded where it is false."""
     memo = {} if memo is None else memo

@@ -128,9 +128,7 @@ class CompileCache(Shown):
         return "first seen"
 
 
-def _key(
-    session: Session, graph: Graph, options: CompileOptions, params: ParamStore | None, handles: HandleStore | None
-) -> Key:
+def _key(session: Session, graph: Graph, options: CompileOptions, params: ParamStore | None, handles: HandleStore | None) -> Key:
     stores = [None if s is None else id(s) for s in (params, handles, session.transport)]
     return Key(graph.fingerprint(), options, str(session.device), session.threads, *stores)
 

@@ -321,9 +321,7 @@ def _checked(profile: Any, layers: Sequence[MoELayer]) -> list[np.ndarray]:
     return counts
 
 
-POLICIES: dict[str, type[Policy]] = {
-    "static": Static, "lru": LRU, "lfu": LFU, "hysteresis": Hysteresis, "predict": Predict,
-}  # fmt: skip
+POLICIES: dict[str, type[Policy]] = {"static": Static, "lru": LRU, "lfu": LFU, "hysteresis": Hysteresis, "predict": Predict}
 
 
 def policy_of(name: str) -> type[Policy]:

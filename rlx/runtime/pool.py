@@ -319,9 +319,7 @@ class ExpertPool(Shown):
                         return lambda *_: self.tiers.follow(), 0, [0]
                     if self._promote:  # the run has just ended
                         continue
-                if not self._ready.wait(IDLE) and not (
-                    (self._told or self._demote or self._promote) and self._error is None
-                ):
+                if not self._ready.wait(IDLE) and not ((self._told or self._demote or self._promote) and self._error is None):
                     self._thread = None
                     return None
 

@@ -96,9 +96,7 @@ def _given(key: str, axes: Mapping[str, Sequence[int]], tiling: Tiling) -> Tuned
 
 
 class _Tuner:
-    def __init__(
-        self, backend: Any, index: int, program: Program, options: CompileOptions, progress: Progress | None
-    ) -> None:  # fmt: skip
+    def __init__(self, backend: Any, index: int, program: Program, options: CompileOptions, progress: Progress | None) -> None:
         self._backend, self._index, self._program = backend, index, program
         self._budget = float(options.tune)  # type: ignore[arg-type]
         self._deadline = time.perf_counter() + self._budget

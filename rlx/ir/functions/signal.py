@@ -110,9 +110,7 @@ def dft(x: Value, axis: int = -2, length: int | None = None, inverse: bool = Fal
 
 @function
 @widened
-def stft(
-    x: Value, step: int, window: Operand | None = None, length: int | None = None, onesided: bool = True
-) -> Value:
+def stft(x: Value, step: int, window: Operand | None = None, length: int | None = None, onesided: bool = True) -> Value:
     """Transforms [batch, frames, results, 2] of frames of x [batch, n], or [batch, n, 1] or [batch, n, 2], which begin `step`
     apart: of `length` elements (without it, of the window's), times the window, if there is one."""
     x = x if x.rank == 3 else ops.unsqueeze(x, axes=-1)

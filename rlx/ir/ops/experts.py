@@ -414,9 +414,7 @@ def _settled(form: str) -> Settle:
     return settle
 
 
-SEGMENTS = (
-    (17, 5, 33, 4), (3, 16, 49, 8), (9, 7, 5, 1), (1, 33, 3, 2), (0, 3, 2, 2),
-)  # fmt: skip
+SEGMENTS = ((17, 5, 33, 4), (3, 16, 49, 8), (9, 7, 5, 1), (1, 33, 3, 2), (0, 3, 2, 2))
 segment_matmul = op(
     "segment_matmul", kind=Kind.COMPOSITE, infer=_segment_shape, attrs=SegmentAttrs, arity=(3, 3), dtypes="f", roles="xxi",
     reference=_segment_array, decompose=_segment, product=_segment_product, flops=_segment_flops,

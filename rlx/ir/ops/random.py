@@ -119,9 +119,7 @@ def _gumbel(attrs: RandomAttrs, key: Value, counter: Value) -> Value:
 
 
 WORDS = ("u32", "u32")
-DRAWS = tuple(
-    Sample(((2,), ()), {"dims": dims}, high=2.0**32, dtypes=WORDS) for dims in ((37,), (3, 17), (2, 3, 5), (), (0, 4))
-)  # fmt: skip
+DRAWS = tuple(Sample(((2,), ()), {"dims": dims}, high=2.0**32, dtypes=WORDS) for dims in ((37,), (3, 17), (2, 3, 5), (), (0, 4)))
 random_bits = op(
     "random_bits", kind=Kind.INDEX, infer=_random_shape(u32), attrs=RandomAttrs, arity=(2, 2), dtypes="u", samples=DRAWS,
     reference=_bits_array, element=_bits_element,
