@@ -166,6 +166,27 @@ def test_named_dims_are_compiled_for_each_size_and_traced_once() -> None:
         f(np.ones((2, 4), np.float32), np.ones((3, 4), np.float32))
 
 
+def test_numbers_adopt_the_dtype_of_arrays() -> None:
+    f = rlx.jit(lambda x, n: x * (n + 1) - n)
+    for dtype in ("f32", "f16", "f64", "bf16", "i32", "u8"):
+        x = np.array([3, 4], rlx.as_dtype(dtype).numpy)
+        assert f(x, 2).dtype == x.dtype and f(x, 2).tolist() == [7, 10]
+    assert f(np.float16([3]), 0.5).tolist() == [4] and f(np.float32([3]), 2).tolist() == [7]
+    assert rlx.jit(lambda n, r: (n * 2.5, n / 2, r**n, n + n, -n))(3, 0.5) == (7.5, 1, 0.125, 6, -3)
+    assert rlx.jit(lambda x, n: x[n] + n)(np.float32([1, 2]), 1) == 3
+    with pytest.raises(rlx.errors.DTypeError, match=r"cast .*; 'x' is i32\[2\]; 'n' is f32\[\]"):
+        rlx.jit(lambda x, n: x * n)(np.array([1, 2], np.int32), 0.5)
+    g = rlx.jit(lambda x, n: x * n)
+    assert g(np.float32([1]), 2) == 2
+    with pytest.raises(rlx.errors.DTypeError, match=r"'n' is i64\[\]"):  # a number of numpy has a dtype
+        g(np.float32([1]), np.int64(2))
+    h = rlx.jit(lambda n: n + 1)
+    assert h(2) == h(np.int64(2)) == 3 and h(2.0) == 3
+    assert h.reasons[1:] == ["n is i64[], was i64[], a number", "n is f32[], a number, was i64[], a number"]
+    with pytest.raises(rlx.errors.DTypeError, match="cast"):  # and so has what a function asks for
+        rlx.jit(lambda x, n: x * n.astype("i64"))(np.float32([1]), 2)
+
+
 def test_a_function_or_a_graph_is_compiled_at_once() -> None:
     made = rlx.compile(lambda x, n: x * n.astype("f32"), rlx.Shape((2, 3), "f32"), 3, threads=1)
     assert [d.shape for d in made.inputs] == [(2, 3), ()] and made.options.threads == 1
@@ -267,7 +288,7 @@ def test_a_function_that_nobody_holds_frees_its_memory() -> None:
 WRONG = {
     "text": (lambda f: f("a", A), BindingError, "make it static"), "too few": (lambda f: f(A), BindingError, "'y'"),
     "dims": (lambda f: f(A, B[:3]), rlx.errors.ShapeError, "cannot broadcast"),
-    "dtypes": (lambda f: f(A, 2), rlx.errors.DTypeError, "cast"),
+    "dtypes": (lambda f: f(A, np.int64(2)), rlx.errors.DTypeError, r"cast one of them: .*; 'x' is f32\[16\]; 'y' is i64\[\]"),
     "no such parameter": (lambda f: rlx.jit(f.function, static="z"), OptionError, "'x', 'y'"),
     "no such option": (lambda f: rlx.jit(f.function, treads=2), OptionError, "treads"),
     "no function": (lambda f: rlx.jit(3), OptionError, "int"),

@@ -41,10 +41,12 @@ REPLACING = _Replacing()
 
 
 class _Tracing(local):
-    """`made`: for each sub-graph that this thread is tracing, the nodes made in it (rlx.ir.body.Traced), innermost last."""
+    """`made`: for each sub-graph that this thread is tracing, the nodes made in it (rlx.ir.body.Traced), innermost last.
+    `numbers`: nodes of a function that it is tracing that stand for Python's numbers, which adopt the dtype of other operands."""
 
     def __init__(self) -> None:
         self.made: list[set[Node]] = []
+        self.numbers: set[Node] = set()
 
 
 TRACING = _Tracing()
@@ -431,17 +433,34 @@ def apply(
     `shape`, where given, is compared with the inferred one (dims alone, or a Shape; a tuple of them for several results).
     """
     roles = op.roles.ljust(len(operands), "x")
+    operands, numbers = _adopting(operands, roles) if TRACING.numbers and op.attrs is None else (operands, False)
     own = next((x.dtype for x, r in zip(operands, roles) if isinstance(x, Value) and r == "x"), None)
     like = {"x": own, "i": i64, "b": bool_}
     values = tuple(x if isinstance(x, Value) else _constant_operand(op, x, like[r]) for x, r in zip(operands, roles))
     made = op.make_attrs(attrs)
-    shapes = op.result_shapes(made, tuple(v.shape for v in values))
+    shapes = op.result_shapes(made, tuple(v.shape for v in values), tuple(v.node.name for v in values))
     if shape is not None:
         _check_given(op, shape, shapes)
     node = Node(op, values, made, shapes, name, caller())
     if TRACING.made:
         TRACING.made[-1].add(node)
+    if numbers and shapes[0].dims == () and shapes[0].dtype.kind in "if":
+        TRACING.numbers.add(node)
     return node.results[0] if len(shapes) == 1 else node.results
+
+
+def _adopting(operands: Sequence[Operand], roles: str) -> tuple[Sequence[Operand], bool]:
+    """The operands, with those that stand for Python's numbers in the dtype of the others, if it holds their kind (f64 does not
+    hold what was rounded to f32), and whether there are no others. An integer beside floats alone becomes f32."""
+    mine = [r == "x" and isinstance(x, Value) and x.node in TRACING.numbers for x, r in zip(operands, roles)]
+    if True not in mine:
+        return operands, False
+    arrays = [x for x, r, m in zip(operands, roles, mine) if r == "x" and not m and isinstance(x, (Value, np.ndarray))]
+    floats = any(isinstance(x, float) or (m and x.dtype.is_float) for x, m in zip(operands, mine))
+    like = as_dtype(arrays[0].dtype if arrays else "f32" if floats else "i64")
+    held = {"i": "iufc", "f": "fc" if like.bits <= 32 or like.kind == "c" else ""}
+    fit = [m and x.dtype != like and like.kind in held[x.dtype.kind] for x, m in zip(operands, mine)]
+    return [_call("cast", x, dtype=like) if f else x for x, f in zip(operands, fit)], not arrays
 
 
 def _constant_operand(op: OpDef, x: Any, like: DType | None) -> Value:

@@ -264,8 +264,9 @@ class OpDef:
                 out.append(f"attribute {name} of {self.name} takes {want}, found {value!r}")
         return out
 
-    def result_shapes(self, attrs: Attrs | None, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
-        """Result shapes for these operands, with the arity checked and the op and operands named in any error."""
+    def result_shapes(self, attrs: Attrs | None, shapes: tuple[Shape, ...], names: Sequence[object] = ()) -> tuple[Shape, ...]:
+        """Result shapes for these operands, with the arity checked and the op and operands named in any error. `names`: those of
+        the operands."""
         least, most = self.arity
         if len(shapes) < least or (most is not None and len(shapes) > most):
             want = str(least) if least == most else f"{least} to {most if most is not None else 'any number of'}"
@@ -276,8 +277,9 @@ class OpDef:
                 raise DTypeError(f"the first operand is {shapes[0].dtype}, it takes {takes}; cast it first")
             out = self.infer(attrs, *shapes)
         except GraphError as e:
-            operands = ", ".join(map(str, shapes))
-            raise type(e)(f"{self.name}({operands}{', ' + str(attrs) if attrs else ''}): {e}") from None
+            given = ", ".join(map(str, shapes))
+            known = "".join(f"; {name!r} is {s}" for s, name in zip(shapes, names) if name)
+            raise type(e)(f"{self.name}({given}{', ' + str(attrs) if attrs else ''}): {e}{known}") from None
         return out if isinstance(out, tuple) else (out,)
 
 

@@ -26,6 +26,7 @@ from rlx.errors import BindingError, GraphError, OptionError, items, known, unma
 from rlx.forks import Lock
 from rlx.ir.dtype import DType, as_dtype
 from rlx.ir.graph import Graph, Value, constant
+from rlx.ir.node import TRACING
 from rlx.ir.pytree import LEAF, Tree, flatten
 from rlx.ir.shape import Dim, DimLike, Shape
 from rlx.records import record
@@ -46,6 +47,7 @@ class Signature(NamedTuple):
     trees: tuple[tuple[str, Tree], ...]
     leaves: tuple[tuple[DType, tuple[DimLike, ...]], ...]
     binding: tuple[tuple[str, int], ...] = ()  # of the named dims; the graph is the same without it
+    numbers: tuple[int, ...] = ()  # the leaves that are an int or a float of Python
 
 
 @record
@@ -158,7 +160,8 @@ class Jitted:
         described = [(a.dtype, a.dims) if isinstance(a, Value) else _described(a) for a in arrays]
         plain = not kwargs and not static and len(leaves) == len(args) and all(type(x) is np.ndarray for x in leaves)
         binding = self._bind(trees, described) if self.dims else ()
-        return Signature(tuple(static), tuple(trees), tuple(described), binding), arrays, plain
+        numbers = tuple(i for i, x in enumerate(leaves) if isinstance(x, (int, float)) and not isinstance(x, (bool, np.generic)))
+        return Signature(tuple(static), tuple(trees), tuple(described), binding, numbers), arrays, plain
 
     def _bind(
         self, trees: Sequence[tuple[str, Tree]], leaves: list[tuple[DType, tuple[DimLike, ...]]]
@@ -233,7 +236,11 @@ class Jitted:
             at += tree.leaves
         results: list[Any] = []
         call = inspect.BoundArguments(self.__signature__, given)  # type: ignore[arg-type]  a dict is what it holds
-        tree = flatten(self.function(*call.args, **call.kwargs), results, lambda x: isinstance(x, Value))
+        outer, TRACING.numbers = TRACING.numbers, {values[i].node for i in signature.numbers}
+        try:
+            tree = flatten(self.function(*call.args, **call.kwargs), results, lambda x: isinstance(x, Value))
+        finally:
+            TRACING.numbers = outer
         outputs = [self._output(x, name) for x, name in zip(results, tree.paths("output"))]
         if not outputs:
             raise BindingError(f"{self.name} returns no value, so there is nothing to compute")
@@ -286,9 +293,10 @@ def _differences(old: Signature, new: Signature) -> Iterable[str]:
         before, now = dict(old.trees), dict(new.trees)
         yield "arguments of another structure: " + ", ".join(n for n in before | now if before.get(n) != now.get(n))
         return
-    for name, a, b in zip_longest(names, old.leaves, new.leaves):
-        if a != b:
-            yield f"{name} is {Shape(b[1], b[0])}, was {Shape(a[1], a[0])}"
+    for i, (name, a, b) in enumerate(zip_longest(names, old.leaves, new.leaves)):
+        first, then = (f"{Shape(dims, dtype)}{', a number' * (i in s.numbers)}" for s, (dtype, dims) in ((old, a), (new, b)))
+        if first != then:
+            yield f"{name} is {then}, was {first}"
 
 
 def _unique(names: Sequence[str]) -> list[str]:
@@ -374,6 +382,9 @@ def jit(
     arguments whose memory may be used for results of the same dims and dtype: such an array is returned, with new contents.
     `dims`: names for dims of arguments, {"x": {0: "batch"}}: the function is not run again for other sizes, its graph is only
     compiled. `device`: a device, its name, or a Session. `options`, or fields of CompileOptions by name.
+
+    An int or a float of Python takes the dtype of an array that it is combined with, as a constant does: `x * n` is f16 if x is.
+    A float does not become an integer, nor f64, since it is an f32 already.
 
     OptionError: there is no such parameter or option. Calls raise BindingError for arguments, and what a compile and a run do.
     """
