@@ -35,9 +35,7 @@ def from_memory(e: Emitter, raw: V, dtype: DType) -> V:
         return e.convert("bitcast", e.bin("shl", e.convert("zext", raw, "i32"), 16), "float")
     if dtype == f16:
         return math.f16_value(e, raw)
-    if dtype.kind == "b":
-        return e.cmp("ne", raw, 0)
-    return raw
+    return e.cmp("ne", raw, 0) if dtype.kind == "b" else raw
 
 
 def to_memory(e: Emitter, value: V, dtype: DType) -> V:
@@ -51,9 +49,7 @@ def to_memory(e: Emitter, value: V, dtype: DType) -> V:
         return math.bf16_bits_by_hardware(e, value) if by_hardware else math.bf16_bits(e, value)
     if dtype == f16:
         return math.f16_bits(e, value)
-    if dtype.kind == "b":
-        return e.convert("zext", value, "i8")
-    return value
+    return e.convert("zext", value, "i8") if dtype.kind == "b" else value
 
 
 def rounded(e: Emitter, value: V, dtype: DType) -> V:

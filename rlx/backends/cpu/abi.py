@@ -37,9 +37,7 @@ class Run(ctypes.Structure):
     """A table of steps [first, end) and its surroundings. `scratch`: `stride` bytes per thread. `control`: the pool's
     block, or null to run on one thread. `failed`: the last step started when `status` became nonzero."""
 
-    _fields_ = [
-        ("first", P), ("end", P), ("scratch", P), ("stride", I64), ("control", P), ("failed", P), ("status", I32),
-    ]  # fmt: skip
+    _fields_ = [("first", P), ("end", P), ("scratch", P), ("stride", I64), ("control", P), ("failed", P), ("status", I32)]
 
 
 class Control(ctypes.Structure):

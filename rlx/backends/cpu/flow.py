@@ -75,9 +75,7 @@ class FlowRows:
         rows.kept.append(words := np.array([0, 1], np.int64))
         self.unread, self.one = Place(words.ctypes.data), Place(words.ctypes.data + 8)
 
-    def row(
-        self, function: int, args: Sequence[Place | int], kernel: Kernel, tasks: int = 1, joined: bool = False
-    ) -> int:
+    def row(self, function: int, args: Sequence[Place | int], kernel: Kernel, tasks: int = 1, joined: bool = False) -> int:
         """Adds a row and gives its number."""
         first = len(self.rows.addresses)
         found = [(first + i, a.moving) for i, a in enumerate(args) if isinstance(a, Place) and a.moving is not None]

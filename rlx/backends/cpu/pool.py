@@ -31,9 +31,7 @@ from rlx.host.processor import MAX_THREADS, usable_cpus
 # thread's share of the CPU, so that the system may preempt it later, in the middle of a task.
 IDLE_SPIN_US, BUSY_SPIN_US = 100, 50
 YIELDS = 8  # sched_yield calls between spinning and sleeping
-__all__ = [
-    "ATTEND", "MAX_TASKS", "Pool", "Run", "Step", "callable_of", "copy_address", "pool", "run_address", "worker_cpus",
-]  # fmt: skip
+__all__ = ["ATTEND", "MAX_TASKS", "Pool", "Run", "Step", "callable_of", "copy_address", "pool", "run_address", "worker_cpus"]
 
 
 @cache

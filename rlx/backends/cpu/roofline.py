@@ -61,9 +61,7 @@ def _measured(target: Target) -> Roofline:
     threads = target.threads
     operations = {name: _rate([dot_call(width, target) for _ in range(threads)]) for name, width in widths.items()}
     operations["f64"] = operations["f32"] / 2  # half as many lanes
-    reading = [
-        (size * threads, _rate([read_call(size, target, max(1, PIECE // size)) for _ in range(threads)])) for size in READ
-    ]
+    reading = [(size * threads, _rate([read_call(size, target, max(1, PIECE // size)) for _ in range(threads)])) for size in READ]
     return Roofline(operations, tuple(reading))
 
 

@@ -142,9 +142,7 @@ dequant_matmul = op(
         for f in FORMATS.values() for dims, n in (((1, f.block), 17), ((2, 3, f.block + 24), 5))
     )
     + (
-        Sample(
-            ((3, 64), (5, 68)), {"format": "q8_0", "wide": True}, dtypes=("", "u8"), settle=random_weights(FORMATS["q8_0"])
-        ),
+        Sample(((3, 64), (5, 68)), {"format": "q8_0", "wide": True}, dtypes=("", "u8"), settle=random_weights(FORMATS["q8_0"])),
     ),
     doc="Matrix product with quantised weights: x @ dequantize(packed).T, from x [..., k] and packed [n, row bytes] to [..., n] "
     "in x's dtype, or in that of the sums if wide; sums are f32 (f64 for f64 x). Unless exact, the CPU rounds x to 8 bits where "

@@ -129,9 +129,7 @@ class PairAttention(Attention):
         paired = partial(interleave_rows, source=Layout(u16, self.v.strides[2]), **how)
         return self.call(e, "pairs", paired, self.v.layout.at(e, v, key0), values, e.bin("sub", stop, key0))
 
-    def _rows(
-        self, e: Emitter, query: V, which: tuple[V, V, V], key0: V, keys: V, m: V, holes: V, values: tuple[V, V]
-    ) -> None:
+    def _rows(self, e: Emitter, query: V, which: tuple[V, V, V], key0: V, keys: V, m: V, holes: V, values: tuple[V, V]) -> None:
         """All steps of a few rows with `keys` keys from key0 on. `which`: the first of these rows in the block, their number, and
         the key position of the first. `values`: their address in memory, and whether those of this block of keys are finite."""
         _, panels, pairs, scores, work, products, stats, sums = (e.gep(SCRATCH, at) for at in self.places)

@@ -142,9 +142,7 @@ class MatrixUnit:
             e.store(e.load(vector("i32", amx.SIDE), line, 4), e.gep(out, at.index), LINE)
         return out
 
-    def sweep(
-        self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], i0: V, panel: V, vectors: int, tail: int
-    ) -> None:
+    def sweep(self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], i0: V, panel: V, vectors: int, tail: int) -> None:
         """One panel: see Product._sweep."""
         product, p = self.product, self.plan
         b = b if p.stage_b else step(e, b, panel, self.panel_bytes)

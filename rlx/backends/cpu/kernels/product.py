@@ -153,9 +153,7 @@ class Product(Module):
             self._block(e, inside, a, b, (e.i64(0), tiles), panels, (i0, i1, i1))
             self.cut = None
 
-    def _block(
-        self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], panels: tuple[V, V], rows: tuple[V, V, V]
-    ) -> None:
+    def _block(self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], panels: tuple[V, V], rows: tuple[V, V, V]) -> None:
         """The task's panels of a block of rows: the first, the last, and that from which on none is needed."""
         c, p, i0 = self.c, self.plan, rows[0]
         if self.streamed:

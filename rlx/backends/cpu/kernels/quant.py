@@ -271,9 +271,7 @@ class _Integer(PanelProduct):
         for n, vectors in enumerate(words):
             group = n // each
             if n % each == 0:
-                start = [
-                    of_row(shifts, 2, r, "i32", 4 * group) if self.zero else V("zeroinitializer", ints) for r in range(rows)
-                ]
+                start = [of_row(shifts, 2, r, "i32", 4 * group) if self.zero else V("zeroinitializer", ints) for r in range(rows)]
                 parts = [s for s in start for _ in vectors]
             weights = [self.dot.operand(e, e.bin("xor", w, -0x7F7F7F80) if self.offset else w) for w in vectors]
             if by_lane and n % self.lanes == 0:
@@ -321,9 +319,7 @@ class _Float(PanelProduct):
             self._computed_rows(e, scope, x, kept, i0, stop)
         else:
             source = Layout(x.dtype, x.row_stride, x.col_stride)
-            stage_rows_function(
-                e, source.at(e, a, i0), kept, e.bin("sub", i1, i0), self.k, source, self.rows_of_x, self.lanes
-            )
+            stage_rows_function(e, source.at(e, a, i0), kept, e.bin("sub", i1, i0), self.k, source, self.rows_of_x, self.lanes)
         return kept
 
     def _computed_rows(self, e: Emitter, scope: Scope, x: Computed, to: V, i0: V, stop: V) -> None:

@@ -66,9 +66,7 @@ class MatrixProduct(PanelProduct):
 
     # -- rows of x
 
-    def _block(
-        self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], panels: tuple[V, V], rows: tuple[V, V, V]
-    ) -> None:
+    def _block(self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], panels: tuple[V, V], rows: tuple[V, V, V]) -> None:
         self.tiles, self.panels = tiles, panels
         e.store(e.i64(0), e.gep(SCRATCH, self.now_at), 8)
         if self.chunks:

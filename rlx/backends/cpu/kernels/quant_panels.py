@@ -125,9 +125,7 @@ class PanelProduct(Product):
             out.append(e.bin("fmul", e.convert("sitofp", wide, "float"), factor))
         return out
 
-    def scales(
-        self, e: Emitter, at: V, numbers: list[list[V]], across: range = range(0)
-    ) -> tuple[list[list[V]], list[V]]:  # fmt: skip
+    def scales(self, e: Emitter, at: V, numbers: list[list[V]], across: range = range(0)) -> tuple[list[list[V]], list[V]]:
         """For the run of STEP elements at `at`: (the scales of each group, the mins if there are any)."""
         f, count, across = self.f, self.p.each(self.f.scales), across or range(self.vectors)
         if f.scales is None:
