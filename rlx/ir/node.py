@@ -452,14 +452,14 @@ def apply(
 def _adopting(operands: Sequence[Operand], roles: str) -> tuple[Sequence[Operand], bool]:
     """The operands, with those that stand for Python's numbers in the dtype of the others, if it holds their kind (f64 does not
     hold what was rounded to f32), and whether there are no others. An integer beside floats alone becomes f32."""
-    mine = [r == "x" and isinstance(x, Value) and x.node in TRACING.numbers for x, r in zip(operands, roles)]
-    if True not in mine:
+    mine = [x if r == "x" and isinstance(x, Value) and x.node in TRACING.numbers else None for x, r in zip(operands, roles)]
+    if all(m is None for m in mine):
         return operands, False
-    arrays = [x for x, r, m in zip(operands, roles, mine) if r == "x" and not m and isinstance(x, (Value, np.ndarray))]
-    floats = any(isinstance(x, float) or (m and x.dtype.is_float) for x, m in zip(operands, mine))
+    arrays = [x for x, r, m in zip(operands, roles, mine) if r == "x" and m is None and isinstance(x, (Value, np.ndarray))]
+    floats = any(isinstance(x, float) or (m is not None and m.dtype.is_float) for x, m in zip(operands, mine))
     like = as_dtype(arrays[0].dtype if arrays else "f32" if floats else "i64")
     held = {"i": "iufc", "f": "fc" if like.bits <= 32 or like.kind == "c" else ""}
-    fit = [m and x.dtype != like and like.kind in held[x.dtype.kind] for x, m in zip(operands, mine)]
+    fit = [m is not None and m.dtype != like and like.kind in held[m.dtype.kind] for m in mine]
     return [_call("cast", x, dtype=like) if f else x for x, f in zip(operands, fit)], not arrays
 
 
