@@ -337,6 +337,8 @@ class AttentionWriter(CudaWriter):
             yield f"#define WARPS {self.launch.threads // LANES}\n#define SHARES {self.launch.parts // self.launch.cluster}"
         if self.launch.block:
             across = self.launch.across
+            alike = mask is None or heads == shared or len(mask.dims) < 3 or mask.dims[-3] == 1 or mask.strides[-3] == 0  # heads
+            yield f"#define ONE_MASK {int(of_keys and alike)}"
             yield f"#define BLOCK {self.launch.block}\n#define ACROSS {across}\n#define STEP {plain_step(width, across)}"
             for name, view in zip("QKV", native.inputs):
                 chunks = view.buffer.dtype.name == "f32" and in_chunks(view, 4) and view.dims[3] % 4 == 0

@@ -1,7 +1,7 @@
 
 /* Attention by multiply-adds: f32, and heads whose sizes no tensor-core kernel takes. A thread has 8 rows,
    GAP apart, and BLOCK / ACROSS keys of the scores, then the same rows and STEP * TIMES columns of the sums. The keys of the next
-   block arrive while the products with the values run, the values during the scores. */
+   block arrive while the products with the values run, the values during the scores. ONE_MASK: all rows of a tile have the same. */
 constexpr int THREADS = TALL / 8 * ACROSS, KEYS_EACH = BLOCK / ACROSS, GAP = 32 / ACROSS;
 constexpr int DEPTH = (SIZE + 3) / 4 * 4, PITCH = DEPTH | 4, P_PITCH = BLOCK + ACROSS; /* floats: against bank conflicts */
 constexpr int TIMES = (WIDTH + ACROSS * STEP - 1) / (ACROSS * STEP); /* STEP adjacent columns of a thread */
@@ -64,7 +64,7 @@ template <class Q, class K, class M, class F> RLX_FN void rlx_attention_plain(
     __syncthreads(); /* the keys are there, and the values of the last block are done with */
     values(n0);
     float s[8][KEYS_EACH], given[KEYS_EACH];
-    if (MASK_OF_KEYS)
+    if (ONE_MASK)
       #pragma unroll
       for (int n = 0; n < KEYS_EACH; n++) given[n] = rlx_mask_at(b, g, row0, n0 + across + n * ACROSS, span, mask);
     #pragma unroll
@@ -86,8 +86,8 @@ template <class Q, class K, class M, class F> RLX_FN void rlx_attention_plain(
     const bool all = rlx_all_seen(span, n0, BLOCK);
     #pragma unroll
     for (int r = 0; r < 8; r++) {
-      const int row = ORDERED || (MASKED && !MASK_OF_KEYS) ? row0 + down + r * GAP : row0; /* or another one, which sees the same keys */
-      if (!MASK_OF_KEYS && !all)
+      const int row = ORDERED || (MASKED && !ONE_MASK) ? row0 + down + r * GAP : row0; /* or another one, which sees the same keys */
+      if (!ONE_MASK && !all)
         #pragma unroll
         for (int n = 0; n < KEYS_EACH; n++) given[n] = rlx_mask_at(b, g, row, n0 + across + n * ACROSS, span, mask);
       float best = top[r];
