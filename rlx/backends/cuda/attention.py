@@ -29,7 +29,7 @@ ORDERED = ("causal", "sliding_window")  # masks
 LOW = 64  # rows of a tile without tensor cores, or as few as there are
 # Costs of tiles without tensor cores, fitted to the times of 29 shapes in 7 ways each on an H200.
 BUSY_WARPS, FEWER = 12, 0.35  # of a multiprocessor, and the power of their number by which fewer are slower
-FIRST_KEYS = 90  # that a multiprocessor has in the time in which the first ones of a block come, less the more blocks it has
+FIRST_KEYS = 90  # that could be multiplied while a lone block waits for its first ones; of n blocks, each waits 1 / n^2 as long
 LARGE = 1.22  # times as fast with twice as many scores and sums of a thread
 
 EACH = 3  # times that a block loads keys before further ones go to other blocks, whose sums have to be added
@@ -159,7 +159,7 @@ def tensor_bytes(size: int, width: int, tall: int) -> int:
 
 
 def plain_launch(kernel: Kernel, multiprocessors: int, most: int) -> AttentionLaunch:
-    """Without tensor cores: the cheapest of some tiles."""
+    """A launch without tensor cores, in the tiles that cost least."""
     native = native_of(kernel)
     assert native is not None
     (batch, heads, queries, size), (_, shared, _, width) = native.inputs[0].dims, native.inputs[2].dims
@@ -180,7 +180,7 @@ def plain_launch(kernel: Kernel, multiprocessors: int, most: int) -> AttentionLa
 
 
 def plain_cost(at: AttentionLaunch, native: Native, multiprocessors: int) -> float:
-    """Rounds of a multiprocessor, times rows and their keys."""
+    """A relative time: rounds of blocks on a multiprocessor, each by the rows and keys of its tiles."""
     keys = native.inputs[2].dims[2]
     if native.attrs.mask in ORDERED:  # type: ignore[union-attr]
         keys = min(keys, (keys + at.tall) / 2)

@@ -39,9 +39,9 @@ FILLED, RISE = 16, 0.032  # warps that keep a multiprocessor busy, and the power
 COPIED = 9.5  # bytes, by copies of single elements
 TILE, MEET = 247, 12.3  # of each sum of a thread; where groups add theirs
 EXCHANGE, GIVEN = 2860, 1.9  # between blocks: the least, and sums that all of them give in a cycle
-HANDED = 13000  # for each block that shares a tile of the last round
-MOST_SHARES = 4  # of such a tile, about
-TWELVE = 0.955  # times as long with 12 rows of a thread and one group
+HANDED = 13000  # for each block that shares a tile of the last round: to leave its sums, and for another one to add them
+MOST_SHARES = 4  # blocks of such a tile, on average
+TWELVE = 0.955  # times as long as the other terms say, with 12 rows of a thread and one group
 
 
 @record
