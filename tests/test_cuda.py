@@ -182,6 +182,22 @@ def test_leftover_tiles_of_f32_products_are_shared(m, n, depth, shares):
         assert found.blocks == tiles - shares[0] + shares[1] and nbytes <= found.scratch * found.blocks < 1.01 * nbytes
 
 
+def test_tiles_are_not_shared_where_a_block_may_leave_or_there_is_none():
+    """A block that fails, or that no launch has, leaves no sums, for which another one would wait."""
+    none = one(lambda g: g.input("x", (0, 4096, 512), "f32") @ g.input("y", (0, 512, 4096), "f32"))
+    found = by_fma(none)
+    assert found and found.shares is None and found.blocks == 0
+
+    def looked_up(g: rlx.Graph) -> rlx.Value:
+        rows = rlx.gather(g.input("t", (9, 4096), "f32"), g.input("i", (4096,), "i32"))
+        return g.input("x", (4096, 512), "f32") @ g.input("y", (512, 4096), "f32") + rows
+
+    taken = graph(looked_up)
+    (kernel,) = (k for k in kernels(taken) if "matmul" in k.origin)
+    found = by_fma(kernel)
+    assert found and found.shares is None
+
+
 @pytest.mark.parametrize(("m", "n", "depth"), [(16, 384, 384), (16, 768, 3072), (128, 1536, 384), (1024, 1024, 1024)])
 def test_f32_tiles_fill_the_gpu(m, n, depth):
     """Few rows share the summed axis among blocks, where the GPU has clusters of them."""

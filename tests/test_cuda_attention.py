@@ -121,6 +121,14 @@ def test_kernels_without_tensor_cores_keep_everything_in_registers(name):
     assert "0 bytes stack frame, 0 bytes spill stores" in assembled(text_of(found, "kernel"), "sm_90a")
 
 
+@pytest.mark.parametrize("size, width", [(16, 256), (4, 200), (16, 128), (32, 96)])
+def test_blocks_with_wide_values_share_a_multiprocessor_as_registers_allow(size, width):
+    dims = {"q": size, "k": size, "v": width}
+    g = graph(lambda g: rlx.attention(*(g.input(n, (2, 8, 512, d), "f32") for n, d in dims.items())))
+    found = launch_of(next(iter(kernels(g))), "sm_90a")
+    assert "0 bytes stack frame, 0 bytes spill stores" in assembled(text_of(found, "kernel"), "sm_90a")
+
+
 @pytest.mark.parametrize("rows, dtype", [(1, "bf16"), (40, "bf16"), (200, "bf16"), (200, "f32")])
 def test_a_cast_of_heads_side_by_side_needs_no_other_kernel(rows, dtype):
     to = "f32" if dtype == "bf16" else "bf16"

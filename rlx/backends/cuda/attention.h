@@ -33,7 +33,7 @@ RLX_FN bool rlx_all_seen(const rlx_span& span, int n0, int count) {
   return !WINDOW || n0 > span.first + span.high_query - WINDOW;
 }
 
-/* The mask of row `row` and key n, or another element where there is none: loads without branches wait for each other less. */
+/* The mask of row `row` and key n, or another element where there is none: without branches, all loads are in flight at once. */
 template <class M> RLX_FN float rlx_mask_at(int b, int g, int row, int n, const rlx_span& span, const M* mask) {
 #if MASKED
   const int r = row < GROUP * QUERIES ? row : 0, key = n < span.end ? n : 0;

@@ -26,6 +26,7 @@ PAIR, LONG, LONGER = 2, 2048, 8192  # blocks of a cluster where keys are as many
 CLUSTER = 8  # blocks, at most: as many as every GPU with clusters has
 ORDERED = ("causal", "sliding_window")  # masks
 
+REGISTERS, OTHERS = 65536, 60  # of a multiprocessor; of a thread, beside sums and scores
 LOW = 64  # rows of a tile without tensor cores, or as few as there are
 # Costs of tiles without tensor cores, fitted to the times of 29 shapes in 7 ways each on an H200.
 BUSY_WARPS, FEWER = 12, 0.35  # of a multiprocessor, and the power of their number by which fewer are slower
@@ -165,11 +166,18 @@ def plain_launch(kernel: Kernel, multiprocessors: int, most: int) -> AttentionLa
     (batch, heads, queries, size), (_, shared, _, width) = native.inputs[0].dims, native.inputs[2].dims
     rows, block = heads // max(1, shared) * queries, 64 if max(size, width) <= 128 else 32
 
+    def most_threads(across: int) -> int:
+        """Of a multiprocessor, so that their sums and scores are in registers."""
+        step = plain_step(width, across)
+        sums = 8 * step * -(-width // (across * step))
+        return min(32 * across, REGISTERS // (sums + 8 * block // across + OTHERS))
+
     def made(tall: int, across: int) -> AttentionLaunch:
         nbytes, threads = plain_bytes(size, width, tall, block, across), tall // 8 * across
+        resident = min((most + RESERVED) // (nbytes + RESERVED), most_threads(across) // threads)
         return AttentionLaunch(
             kernel, threads, threads, shared=nbytes, tall=tall, tensor=False, tiles=-(-rows // tall) * batch * shared,
-            block=block, across=across, resident=max(1, min((most + RESERVED) // (nbytes + RESERVED), 32 * across // threads)),
+            block=block, across=across, resident=max(1, resident),
         )  # fmt: skip
 
     large = [(2 * LOW, 8)] * (max(size, width) <= 64)  # others would take too many registers

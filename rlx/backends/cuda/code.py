@@ -109,7 +109,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
     if of_groups(kernel):
         return segmented(kernel, arch, multiprocessors, most)
     if attention.native_of(kernel):
-        few = attention.launch(kernel, most=most, clusters=capability >= 90)
+        few = attention.launch(kernel, multiprocessors, most, clusters=capability >= 90)
         return (flash.launch(kernel) if arch == "sm_90a" else None) or few
     if conv := direct.conv_of(kernel):
         return direct.launch(kernel, conv)
@@ -122,7 +122,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
     packed = None if blocks and blocks.plain else blocks
     other = packed or on_warps(kernel, capability=capability)
     sums = None if other else in_sums(kernel)
-    if found := other or (None if sums else by_fma(kernel, clusters=capability >= 90, most=most)):
+    if found := other or (None if sums else by_fma(kernel, multiprocessors, clusters=capability >= 90, most=most)):
         return found
     if has_tiles(kernel) and sums is None:
         return tiled(kernel)

@@ -119,7 +119,7 @@ struct rlx_piece { int tile, begin, end; }; /* slices [begin, end) of a tile */
 template <int FULL, int LEFT, int SHARING, int STEPS> struct rlx_tiles {
   RLX_FN int first(int block) { return (int)((long long)LEFT * STEPS * (block - FULL) / SHARING); } /* slice of all leftover ones */
 
-  /* The n-th piece of a block, the last one first: so others wait for no piece that waits. Empty: there are no more. */
+  /* The n-th piece of a block, the last one first, for which others may wait. Empty: there are no more. */
   RLX_FN rlx_piece piece(int block, int n) {
     if (block < FULL) return {block, 0, n ? 0 : STEPS};
     const int low = first(block), high = first(block + 1), tile = (high - 1) / STEPS - n, start = tile * STEPS;
@@ -128,7 +128,8 @@ template <int FULL, int LEFT, int SHARING, int STEPS> struct rlx_tiles {
   }
 
   /* Leaves the sums of a piece for the block that has its tile's last one, or adds what was left for this block, from the piece in
-     front to the first one. `counters`: 1 where sums wait. Returns true if the sums were left. */
+     front to the first one: it waits for blocks with lower numbers, which have been placed before. `counters`: 1 where sums are left.
+     Returns true if this block's were. */
   RLX_FN bool join(float (&sum)[DOWN][ACROSS], const rlx_piece& piece, float4* scratch, unsigned* counters) {
     constexpr int EACH = DOWN * ACROSS / 4;
     if (piece.end < STEPS) {

@@ -17,7 +17,7 @@ from operator import is_
 from pathlib import Path
 from typing import Any
 
-from rlx.backends.cuda.render import CudaWriter
+from rlx.backends.cuda.render import CudaWriter, may_fail
 from rlx.backends.cuda.schedule import WARP, Tiled, apart, busy_points
 from rlx.backends.cuda.vectors import aligned, width
 from rlx.backends.shared.packed import is_known
@@ -151,7 +151,8 @@ def by_fma(
     chosen = size or min(sizes, key=lambda s: s.cost(c, points, multiprocessors)[0])
     threads = chosen.threads
     made = FmaLaunch(kernel, threads, threads, chosen.shared, rows=chosen.rows, columns=chosen.columns, size=chosen)
-    if not kernel.limits and (shares := chosen.cost(c, points, multiprocessors)[1]):
+    whole = made.blocks and not kernel.limits and not may_fail(kernel)  # blocks that wait for others need all of them to run
+    if whole and (shares := chosen.cost(c, points, multiprocessors)[1]):
         made = replace(made, shares=shares, counters=shares[1])
         made = replace(made, scratch=16 * -(-chosen.rows * chosen.columns * shares[1] // (4 * made.blocks)))
     return replace(made, shared=apart(made, multiprocessors, most))

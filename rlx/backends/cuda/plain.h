@@ -12,13 +12,14 @@ RLX_FN void rlx_copy_16(void* to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
-/* N queries, keys or values from n0 on as floats, PITCH_OF apart; 0 outside [low, end), and from OWN on. A thread copies one place of
+/* N queries, keys or values from n0 on as floats, PITCH_OF apart; 0 outside [low, end), and from column OWN on. LINEAR: rows are at
+   constant distances. A thread copies one place of
    every STEP_OF-th row, as often as is known here, so that a row's address is a constant behind the first one's. */
 template <bool CHUNKS, bool LINEAR, int N, int PITCH_OF, int COLUMNS, int OWN, class K, class F> RLX_FN void rlx_stage(
     float* to, const K* from, const F& at, int n0, int low, int end) {
   constexpr int VECTORS = COLUMNS / (CHUNKS ? 4 : 1), STEP_OF = THREADS < VECTORS ? 1 : THREADS / VECTORS;
   #pragma unroll
-  for (int first = 0; first < VECTORS; first += THREADS) { /* once, but for few threads */
+  for (int first = 0; first < VECTORS; first += THREADS) { /* once, unless THREADS < VECTORS */
     const int r0 = threadIdx.x / VECTORS, d = (first + threadIdx.x - r0 * VECTORS) * (CHUNKS ? 4 : 1);
     if ((THREADS % VECTORS && r0 >= STEP_OF) || d >= COLUMNS) continue;
     const K* const own = from + at(n0 + r0, d);
@@ -86,7 +87,7 @@ template <class Q, class K, class M, class F> RLX_FN void rlx_attention_plain(
     const bool all = rlx_all_seen(span, n0, BLOCK);
     #pragma unroll
     for (int r = 0; r < 8; r++) {
-      const int row = ORDERED || (MASKED && !ONE_MASK) ? row0 + down + r * GAP : row0; /* or another one, which sees the same keys */
+      const int row = ORDERED || (MASKED && !ONE_MASK) ? row0 + down + r * GAP : row0; /* the mask does not depend on the row */
       if (!ONE_MASK && !all)
         #pragma unroll
         for (int n = 0; n < KEYS_EACH; n++) given[n] = rlx_mask_at(b, g, row, n0 + across + n * ACROSS, span, mask);
