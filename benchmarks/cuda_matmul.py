@@ -54,9 +54,13 @@ WITH_GELU = (
     Shape(4096, 4096, 1024, transposed=True, gelu=True), Shape(16384, 1536, 384, transposed=True, gelu=True),
     Shape(2048, 3072, 768, gelu=True), Shape(512, 14336, 4096, transposed=True, gelu=True),
 )  # fmt: skip
+OTHER_SINGLE = (
+    (3000, 3000, 3000), (5000, 2000, 1000), (2048, 8192, 1024), (6000, 1000, 4000), (2500, 4000, 1200), (512, 14336, 4096),
+)  # fmt: skip
 SINGLE = (
     Shape(4096, 4096, 4096, "f32"), Shape(4096, 4096, 4096, "f32", transposed=True), Shape(1024, 1024, 1024, "f32"),
     Shape(2000, 2000, 2000, "f32"), Shape(1001, 1005, 1003, "f32"), Shape(300, 1000, 520, "f32", transposed=True),
+    *(Shape(*dims, "f32", transposed=True) for dims in OTHER_SINGLE),
 )  # fmt: skip
 BY_ROWS = (
     (17, 4096, 4096), (48, 3072, 768), (48, 4096, 4096), (64, 11008, 4096), (96, 5120, 5120), (128, 3584, 18944),

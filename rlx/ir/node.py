@@ -438,7 +438,7 @@ def apply(
     like = {"x": own, "i": i64, "b": bool_}
     values = tuple(x if isinstance(x, Value) else _constant_operand(op, x, like[r]) for x, r in zip(operands, roles))
     made = op.make_attrs(attrs)
-    shapes = op.result_shapes(made, tuple(v.shape for v in values), tuple(v.node.name for v in values))
+    shapes = op.result_shapes(made, tuple(v.shape for v in values), (v.node.name for v in values))
     if shape is not None:
         _check_given(op, shape, shapes)
     node = Node(op, values, made, shapes, name, caller())

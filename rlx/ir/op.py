@@ -264,7 +264,7 @@ class OpDef:
                 out.append(f"attribute {name} of {self.name} takes {want}, found {value!r}")
         return out
 
-    def result_shapes(self, attrs: Attrs | None, shapes: tuple[Shape, ...], names: Sequence[object] = ()) -> tuple[Shape, ...]:
+    def result_shapes(self, attrs: Attrs | None, shapes: tuple[Shape, ...], names: Iterable[object] = ()) -> tuple[Shape, ...]:
         """Result shapes for these operands, with the arity checked and the op and operands named in any error. `names`: those of
         the operands."""
         least, most = self.arity

@@ -160,7 +160,8 @@ class Jitted:
         described = [(a.dtype, a.dims) if isinstance(a, Value) else _described(a) for a in arrays]
         plain = not kwargs and not static and len(leaves) == len(args) and all(type(x) is np.ndarray for x in leaves)
         binding = self._bind(trees, described) if self.dims else ()
-        numbers = tuple(i for i, x in enumerate(leaves) if isinstance(x, (int, float)) and not isinstance(x, (bool, np.generic)))
+        number = lambda x: isinstance(x, (int, float)) and not isinstance(x, (bool, np.generic))  # noqa: E731
+        numbers = () if plain else tuple(i for i, x in enumerate(leaves) if number(x))
         return Signature(tuple(static), tuple(trees), tuple(described), binding, numbers), arrays, plain
 
     def _bind(

@@ -4,7 +4,7 @@
 
    BATCH, HEADS, SHARED (key heads), QUERIES, KEYS, SIZE (of a head), WIDTH (of a value), GROUP = HEADS / SHARED;
    Q_AT(b, h, m, d), K_AT, V_AT(b, g, n, d), O_AT(b, h, m, d), MASK_AT(b, h, m, n): offsets in elements;
-   ORDERED (causal or a window), WINDOW (0: none), POSITIONED, MASKED (0 none, 1 bool, 2 added), MASK_OF_KEYS, SCALE, CAP;
+   ORDERED (causal or a window), WINDOW (0: none), POSITIONED, MASKED (0 none, 1 bool, 2 added), MASK_OF_KEYS (of any query), SCALE, CAP;
    TALL: rows of a tile. A row is a query of one of the heads that share a key head: row r is query r % QUERIES. */
 
 /* Keys [low, end) are seen by some row of the tile, whose queries are low_query to high_query; `first`: position of query 0. */

@@ -24,17 +24,15 @@ MOST_PARTS = 16
 TILE, WARPS, LANES = 8, 8, 32  # rows of a tile of tensor cores; warps of its block
 PAIR, LONG, LONGER = 2, 2048, 8192  # blocks of a cluster where keys are as many; keys from which on they have all WARPS
 CLUSTER = 8  # blocks, at most: as many as every GPU with clusters has
+EACH = 3  # times that a block loads keys before further ones go to other blocks, whose sums have to be added
+FEW_BYTES = 96 << 10  # of keys and values on their way to such a block
 ORDERED = ("causal", "sliding_window")  # masks
-
 REGISTERS, OTHERS = 65536, 60  # of a multiprocessor; of a thread, beside sums and scores
 LOW = 64  # rows of a tile without tensor cores, or as few as there are
 # Costs of tiles without tensor cores, fitted to the times of 29 shapes in 7 ways each on an H200.
 BUSY_WARPS, FEWER = 12, 0.35  # of a multiprocessor, and the power of their number by which fewer are slower
 FIRST_KEYS = 90  # that could be multiplied while a lone block waits for its first ones; of n blocks, each waits 1 / n^2 as long
 LARGE = 1.22  # times as fast with twice as many scores and sums of a thread
-
-EACH = 3  # times that a block loads keys before further ones go to other blocks, whose sums have to be added
-FEW_BYTES = 96 << 10  # of keys and values on their way to such a block
 
 
 def claim(node: Node) -> str | None:

@@ -85,7 +85,7 @@ class Size:
         (full, rest), shares = divmod(blocks, self.resident), None
         main = full * at_once(self.resident) + (at_once(rest) if rest else 0)
         rounds, left = divmod(tiles, slots)
-        sharing = min(slots, MOST_SHARES * left)
+        sharing = min(slots, MOST_SHARES * left)  # not with 12 rows of a thread, whose sums leave too few registers
         if self.groups * self.parts == 1 and self.down == 8 and rounds and left and 2 * sharing <= left * steps:
             shared = (rounds + left / sharing) * at_once(self.resident) + HANDED * sharing / left
             main, shares = (shared, (left, sharing)) if shared < main else (main, None)

@@ -1,7 +1,7 @@
 
-/* Attention by multiply-adds: f32, and heads whose sizes no tensor-core kernel takes. A thread has 8 rows,
-   GAP apart, and BLOCK / ACROSS keys of the scores, then the same rows and STEP * TIMES columns of the sums. The keys of the next
-   block arrive while the products with the values run, the values during the scores. ONE_MASK: all rows of a tile have the same. */
+/* Attention by multiply-adds: f32, and heads whose sizes no tensor-core kernel takes. A thread has 8 rows, GAP apart, and
+   BLOCK / ACROSS keys of the scores, then the same rows and STEP * TIMES columns of the sums. The keys of the next block arrive while
+   the products with the values run, the values during the scores. ONE_MASK: all rows of a tile have the same. */
 constexpr int THREADS = TALL / 8 * ACROSS, KEYS_EACH = BLOCK / ACROSS, GAP = 32 / ACROSS;
 constexpr int DEPTH = (SIZE + 3) / 4 * 4, PITCH = DEPTH | 4, P_PITCH = BLOCK + ACROSS; /* floats: against bank conflicts */
 constexpr int TIMES = (WIDTH + ACROSS * STEP - 1) / (ACROSS * STEP); /* STEP adjacent columns of a thread */
@@ -13,8 +13,8 @@ RLX_FN void rlx_copy_16(void* to, const void* from, bool there) {
 }
 
 /* N queries, keys or values from n0 on as floats, PITCH_OF apart; 0 outside [low, end), and from column OWN on. LINEAR: rows are at
-   constant distances. A thread copies one place of
-   every STEP_OF-th row, as often as is known here, so that a row's address is a constant behind the first one's. */
+   constant distances. A thread copies one place of every STEP_OF-th row, as often as is known here, so that a row's address is a
+   constant behind the first one's. */
 template <bool CHUNKS, bool LINEAR, int N, int PITCH_OF, int COLUMNS, int OWN, class K, class F> RLX_FN void rlx_stage(
     float* to, const K* from, const F& at, int n0, int low, int end) {
   constexpr int VECTORS = COLUMNS / (CHUNKS ? 4 : 1), STEP_OF = THREADS < VECTORS ? 1 : THREADS / VECTORS;
@@ -72,7 +72,7 @@ template <class Q, class K, class M, class F> RLX_FN void rlx_attention_plain(
     for (int r = 0; r < 8; r++)
       #pragma unroll
       for (int n = 0; n < KEYS_EACH; n++) s[r][n] = 0;
-    #pragma unroll 1 /* more would take registers of a second block */
+    #pragma unroll 1 /* more would take the registers of another block */
     for (int d = 0; d < DEPTH; d += 4) {
       float4 y[KEYS_EACH];
       #pragma unroll
