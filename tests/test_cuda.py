@@ -36,7 +36,7 @@ from rlx.compiler.compilation import Compilation
 from rlx.compiler.legalise import legalise
 from rlx.errors import DeviceUnavailableError
 from rlx.ir.evaluate import evaluate
-from rlx.ir.kernel import Buffer, Kernel, Load, Store, Var, const, k, linear
+from rlx.ir.kernel import Buffer, Kernel, Load, Loop, Store, Var, const, k, linear
 from rlx.ir.program import Program, kernel_labels
 from rlx.ir.target import Rows
 
@@ -284,6 +284,45 @@ def test_rows_that_begin_anywhere_take_vectors_from_their_first_aligned_element_
     kept, _ = text(rlx.softmax, (64, 2003))
     assert bool(kept.peel) == (dtype == "f32")  # as many bf16 elements take longer to compute than to load
     assert not text(lambda x: rlx.sum(x, axis=1), (64, 2000))[0].peel and not text(rlx.softmax, (64, 301))[0].peel
+
+
+LONG = {  # of 16-bit elements: op, rows, columns, dtype; threads, parts, vectors of a thread, whether they begin anywhere
+    "a block": (rlx.softmax, 600, 20_000, "bf16", (256, 2, 5, False)),
+    "anywhere": (rlx.softmax, 600, 13_003, "f16", (256, 1, 7, True)),
+    "of words": (rlx.log_softmax, 140, 50_257, "bf16", (256, 4, 7, True)),
+    "the longest of a block of 256": (rlx.softmax, 67, 151_936, "bf16", (256, 8, 10, False)),
+    "longer": (rlx.softmax, 67, 250_000, "bf16", (512, 8, 8, False)),
+    "a norm": (rlx.rms_norm, 300, 20_000, "bf16", (256, 2, 5, False)),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_elements_of_16_bits_share_registers_in_long_rows(name):
+    op, rows, columns, dtype, wanted = LONG[name]
+    found = launch_of(one(lambda g: op(g.input("x", (rows, columns), dtype))), "sm_90a")
+    text = text_of(found, "kernel")
+    row, body = found.row, text.split("kernel(")[1]
+    assert row.packed and row.size == 8 and not found.kernel.locals  # exponentials are computed again
+    assert (found.threads, found.parts, row.rounds, bool(found.peel)) == wanted
+    loops = sum(isinstance(s, Loop) for s in found.kernel.body)
+    assert body.count("rlx_stream<8>(") == 1 and body.count("rlx_again(") == loops - 1
+    assert body.index("rlx_stream<8>(") < body.index("rlx_wide_")  # all loads come first
+    assert "expf(" not in body and cubin(text, "sm_90a")
+
+
+def test_rows_that_are_few_or_wide_or_of_two_tensors_have_registers_of_their_own():
+    build = lambda rows, columns, dtype: lambda g: rlx.softmax(g.input("x", (rows, columns), dtype))  # noqa: E731
+    for rows, columns, dtype in ((65, 50_257, "bf16"), (600, 20_000, "f32"), (9000, 5120, "bf16"), (9000, 5003, "bf16")):
+        assert not launch_of(one(build(rows, columns, dtype)), "sm_90a").row.packed
+    assert launch_of(one(build(4000, 20_000, "bf16")), "sm_80").row.packed  # a block has a row: no cluster
+    both = one(lambda g: rlx.rms_norm(g.input("x", (600, 20_000), "bf16") + g.input("y", (600, 20_000), "bf16")))
+    assert not launch_of(both, "sm_90a").row.packed
+
+
+def test_only_results_of_16_bits_have_exponentials_of_20():
+    for dtype in ("bf16", "f32"):
+        kernel = one(lambda g: rlx.softmax(g.input("x", (600, 2000), "bf16").astype("f32")).astype(dtype))  # noqa: B023
+        assert ("rlx_exp_20(" in text_of(launch_of(kernel, "sm_90a"), "kernel").split("kernel(")[1]) == (dtype == "bf16")
 
 
 @pytest.mark.parametrize("columns, team, parts", [(301, 32, 1), (2001, 256, 1), (20_001, 256, 10)])

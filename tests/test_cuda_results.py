@@ -183,6 +183,37 @@ def test_awkward_shapes_agree_with_the_reference(name):
     np.testing.assert_allclose(found, wanted, rtol=0 if "softmax" not in name else 1e-5)
 
 
+LONG = {  # op, rows, columns: a block of 256, two, four and eight, of 512; rows that begin anywhere; none that share registers
+    "one block": (rlx.softmax, 600, 13_003), "two": (rlx.softmax, 300, 20_000), "two of odd rows": (rlx.log_softmax, 300, 30_522),
+    "four": (rlx.softmax, 140, 50_257), "seven": (rlx.log_softmax, 80, 100_003), "ten rounds": (rlx.softmax, 67, 151_936),
+    "blocks of 512": (rlx.log_softmax, 67, 250_000), "a norm": (rlx.rms_norm, 300, 20_004), "a warp": (rlx.softmax, 600, 1000),
+    "a block": (rlx.log_softmax, 600, 5003), "few": (rlx.softmax, 9, 50_257),
+    "columns": (lambda x: rlx.softmax(x, axis=0), 3000, 77),
+}  # fmt: skip
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("name", LONG)
+def test_long_rows_of_16_bits_agree_with_f64(name, dtype):
+    """With rows of equal numbers, of one number among infinite ones, and of the largest numbers: infinite numbers of rms_norm
+    would be NaN."""
+    op, rows, columns = LONG[name]
+    kind = rlx.as_dtype(dtype).numpy
+    x = (np.random.default_rng(0).normal(size=(rows, columns)) * 4).astype(kind)
+    x[1], x[2, ::3] = 7.0, 60.0
+    if op is not rlx.rms_norm:
+        x[3], x[3, columns // 2], x[4] = -np.inf, 2.0, 6e4
+    g = graph(lambda g: op(g.input("x", (rows, columns), dtype)))
+    wide = graph(lambda g: op(g.input("x", (rows, columns), "f64")))
+    compiled = rlx.Session("cuda").compile(g)
+    first = compiled.run({"x": x})[0]
+    wanted = evaluate(wide, {"x": x.astype(np.float64)})[0][0]
+    exact = {"bf16": 2.0**-8, "f16": 2.0**-10}[dtype]
+    np.testing.assert_allclose(first.astype(np.float64), wanted, rtol=exact, atol=2.0**-24 if dtype == "f16" else 2.0**-120)
+    np.testing.assert_array_equal(compiled.run({"x": x})[0].view(np.uint16), first.view(np.uint16))
+
+
 @on_gpu
 @pytest.mark.parametrize("dims, chosen, axis", [((100, 64), (5000,), 0), ((3, 90, 70), (50, 4), 1), ((9000,), (20_000,), 0)])
 def test_sums_by_index_keep_their_order(dims, chosen, axis):

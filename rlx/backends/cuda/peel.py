@@ -20,13 +20,15 @@ HEAD, ORIGIN = Var("head"), Var("origin")  # the iteration that the first vector
 @record(eq=False)
 class Peel:
     """A row begins at element `start`. Its loops count from HEAD on: `whole` iterations are in vectors of `size` elements, and
-    `beside` others before and behind them. `kernel`: with loops that count from the row's first element on."""
+    `beside` others before and behind them. `kernel`: with loops that count from the row's first element on. `busy`: a row that
+    gains only if two of its elements share a register."""
 
     start: Expr
     size: int
     whole: int
     beside: int
     kernel: Kernel
+    busy: bool
 
 
 def peeled(kernel: Kernel, loops: list[Loop]) -> tuple[Kernel, Peel] | None:
@@ -43,12 +45,13 @@ def peeled(kernel: Kernel, loops: list[Loop]) -> tuple[Kernel, Peel] | None:
     size = min(MOST, BYTES // min(x.buffer.dtype.itemsize for x, _ in same))
     known = {v for v, _ in kernel.grid}.issuperset(x for x in walk(start) if isinstance(x, Var | Load))
     busy = stored and size > COMPUTED and not any(s.carries for s in loops)
-    if busy or not known or size < 2 or (extent % (size // 2) == 0 and aligned(start, None, size // 2)):
+    fits = extent % (size // 2) == 0 and aligned(start, None, size // 2) if size > 1 else True
+    if fits or not known or (busy and len(same) < len(found)):
         return None
     whole = (extent - size + 1) // size * size
     places = {id(x.index): k.add(k.mul(ORIGIN, size), var) for x, var in same}
     body = tuple(x for s in kernel.body for x in (_from_head(s, whole, dict(places)) if any(s is x for x in loops) else (s,)))
-    return replace(kernel, body=body), Peel(start, size, whole, extent - whole, kernel)
+    return replace(kernel, body=body), Peel(start, size, whole, extent - whole, kernel, busy)
 
 
 def _from_head(s: Stmt, whole: int, memo: dict[int, Expr]) -> tuple[Stmt, ...]:

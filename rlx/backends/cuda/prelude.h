@@ -91,6 +91,13 @@ RLX_FN float rlx_over_exp_plus_1(float a, float x) {
   return out;
 }
 
+/* exp(x), right to 20 bits, for results that are stored in 16. */
+RLX_FN float rlx_exp_20(float x) {
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x * 1.442695041f));
+  return out;
+}
+
 /* Rounded and widened again. Two numbers at once are converted faster than one, which leaves out another unit. */
 RLX_FN float rlx_round_f16(float a) {
   float out;

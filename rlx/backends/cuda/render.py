@@ -11,8 +11,8 @@ from rlx.backends.cuda.dialect import CUDA, unrounded
 from rlx.backends.cuda.peel import HEAD, ORIGIN, Peel
 from rlx.backends.cuda.rows import Key, Row, key_of
 from rlx.backends.cuda.scan import Scan, chosen, place
-from rlx.backends.cuda.schedule import SHORT, WARP, Launch, Segments, checked_late, is_shared
-from rlx.backends.cuda.vectors import loads, loads_ahead, lone, stores, width
+from rlx.backends.cuda.schedule import REGISTERS, SHORT, WARP, Launch, Segments, checked_late, is_shared
+from rlx.backends.cuda.vectors import BYTES, loads, loads_ahead, lone, stores, width
 from rlx.backends.shared.c_style import Writer
 from rlx.ir.dtype import DType, f32, f64, index_
 from rlx.ir.nest import identity
@@ -59,9 +59,10 @@ class CudaWriter(Writer):
         self.down = "_down" if launch.lanes > 1 else ""  # of the functions that combine the values of a team
         inside = list(walk(launch.kernel.body))
         stored = {s.buffer for s in inside if isinstance(s, Store)}
-        self.narrow = all(b.dtype.itemsize <= 2 for b in stored)
-        if launch.adjacent:
-            self.occupancy = f", {1024 // launch.threads}"  # so that the parts of a line run at once
+        self.narrow = all(b.dtype.itemsize <= 2 for b in stored if isinstance(b, Buffer))
+        packed = launch.row.rounds * launch.row.size if launch.row and launch.row.packed else 0
+        if launch.adjacent or packed:  # so that the parts of a line run at once
+            self.occupancy = f", {(1024 if packed <= 2 * REGISTERS else 768) // launch.threads}"
         self.told = 0  # words of a line that reductions have used
         self.row, self.round = launch.row, ""  # the latter: the number of the part of a row, in its loop
         self.registers: dict[Key, str] = {}  # loads of a row -> the array that holds it
@@ -350,7 +351,7 @@ class CudaWriter(Writer):
         for x in loads(stmts, ends, var, size):
             key, fetch = key_of(x, var), "rlx_fetch"
             if key in self.registers and x.guard is None:
-                fetch = "rlx_stream" if x.buffer.dtype.itemsize <= 2 else fetch  # leaves the L1 cache to shared operands
+                fetch = _kept_by(x)
                 held[id(x)] = f"{self.registers[key]}[{'0' if key in self.same else self.round}]"
                 if key in self.loaded:
                     continue
@@ -358,8 +359,7 @@ class CudaWriter(Writer):
             else:
                 held[id(x)] = self.fresh("q")
                 self.line(f"{CUDA.element(x.buffer.dtype)} {held[id(x)]}[{size}]{' = {}' * (x.guard is not None)};")
-            guard = "" if x.guard is None else f"if ({self.at_first(x.guard, var, first)}) "
-            self.line(f"{guard}{fetch}<{size}>({held[id(x)]}, {self.names[x.buffer]} + {self.at_first(x.index, var, first)});")
+            self.fetch_vector(x, held[id(x)], var, size, first, fetch)
         out = {id(s): (s, self.fresh("o")) for s in stores(stmts, var, size)}
         for s, made in out.values():
             self.line(f"{CUDA.element(s.buffer.dtype)} {made}[{size}];")
@@ -394,6 +394,8 @@ class CudaWriter(Writer):
             return f"rlx_tanh_plus_1({self.memo[id(of)]})"
         if e.dtype == f32 and self.narrow and e.op == "div" and (of := _plus_1(e.args[1], "exp")) is not None:
             return f"rlx_over_exp_plus_1({self.memo[id(e.args[0])]}, {self.memo[id(of)]})"
+        if e.dtype == f32 and self.narrow and e.op == "exp" and self.row:
+            return f"rlx_exp_20({self.memo[id(e.args[0])]})"
         return super().alu(e)
 
     def load(self, e: Load) -> str:
@@ -615,19 +617,37 @@ class CudaWriter(Writer):
 
     def part_of_row(self, s: Loop, row: Row, first: str, body: Callable[[], None]) -> None:
         """The iterations of this thread, unrolled, so that arrays of its elements are registers."""
+        own = {x.var for x in s.body if isinstance(x, Let)}
+        ahead: list[tuple[Load, Key]] = []
         for x in loads(s.body, [r.value for r in s.reduces], s.var, row.size):
             key = key_of(x, s.var)
             if key in row.keys and key not in self.registers:
                 self.registers[key] = self.fresh("q")
                 self.line(f"{CUDA.element(x.buffer.dtype)} {self.registers[key]}[{row.rounds}][{row.size}];")
+                whole = row.packed or row.size * x.buffer.dtype.itemsize == BYTES  # of shorter loads, others hide the latency
+                ahead += [(x, key)] * (whole and x.guard is None and own.isdisjoint(walk(x.index)))
+            elif key in row.keys and row.packed:
+                self.line(f"rlx_again({self.registers[key]});")
         self.round, at, team = self.fresh("n"), self.launch, self.launch.team
         head = ["#pragma unroll", f"for (int {self.round} = 0; {self.round} < {row.rounds}; {self.round}++) {{"]
-        with self.scope(head), self.alone():
-            start, parts = (f"part * {at.part} + ", at.parts) if at.adjacent else ("", 1)
-            self.line(f"const rlx_index {first} = {start}({self.round} * {team} + me) * {row.size};")
-            if row.extent < row.rounds * team * row.size * parts:
-                self.line(f"if ({first} >= {row.extent}) continue;")
-            body()
+        start, parts = (f"part * {at.part} + ", at.parts) if at.adjacent else ("", 1)
+        ends = row.extent < row.rounds * team * row.size * parts
+        for do in (lambda: self.fetch_row(ahead, s.var, row.size, first), body)[not (ahead and ends) :]:
+            with self.scope(head), self.alone():
+                self.line(f"const rlx_index {first} = {start}({self.round} * {team} + me) * {row.size};")
+                if ends:
+                    self.line(f"if ({first} >= {row.extent}) continue;")
+                do()
+
+    def fetch_row(self, found: Sequence[tuple[Load, Key]], var: Var, size: int, first: str) -> None:
+        """Load elements of a row before any is used: else each would be awaited before the end of the row is looked for again."""
+        for x, key in found:
+            self.loaded.add(key)
+            self.fetch_vector(x, f"{self.registers[key]}[{self.round}]", var, size, first, _kept_by(x))
+
+    def fetch_vector(self, x: Load, to: str, var: Var, size: int, first: str, how: str) -> None:
+        guard = "" if x.guard is None else f"if ({self.at_first(x.guard, var, first)}) "
+        self.line(f"{guard}{how}<{size}>({to}, {self.names[x.buffer]} + {self.at_first(x.index, var, first)});")
 
     def partial(self, r: Reduce, count: int) -> Partial:
         """The running result that a thread keeps while its team reduces `count` values."""
@@ -646,6 +666,11 @@ class CudaWriter(Writer):
             lambda value, at: f"{near} += {value};" if near else f"{name} = {combine(name, f'({self.type(wide)}){value}')};",
             lambda text: f"({self.type(dtype)}){text}", near,
         )  # fmt: skip
+
+
+def _kept_by(x: Load) -> str:
+    """The function that loads elements into registers for several loops; narrow ones leave the L1 cache to shared operands."""
+    return "rlx_stream" if x.buffer.dtype.itemsize <= 2 else "rlx_fetch"
 
 
 def _only_stores(s: Loop) -> bool:

@@ -4,13 +4,15 @@ read once and no loop waits for shared memory."""
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
-from rlx.backends.cuda.vectors import BYTES, loads, stores, width
-from rlx.ir.kernel import Alu, Check, Const, Expr, Kernel, Let, Load, Local, Loop, Store, Var, walk
-from rlx.ir.nest import operands, postorder
+from rlx.backends.cuda.vectors import BYTES, MOST, loads, stores, width
+from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Kernel, Let, Load, Local, Loop, Store, Var, expressions, walk
+from rlx.ir.nest import distinct, operands, postorder, substitute
 from rlx.records import record
 
+AGAIN = 8  # operations of an element that are worth computing again
 SMALL = 4  # elements that a thread takes at once, at least, if that deals out the row evenly
 Key = tuple[object, ...]
 
@@ -18,13 +20,15 @@ Key = tuple[object, ...]
 @record
 class Row:
     """`extent` elements: thread t of a team has `size` from (n * team + t) * size on, for n in range(rounds), counted from the
-    first one of its part. `locals` are registers, and so are the loads with these `keys`, which several loops do."""
+    first one of its part. `locals` are registers, and so are the loads with these `keys`, which several loops do. `packed`: two
+    elements share a register."""
 
     extent: int
     size: int
     rounds: int
     locals: frozenset[Local]
     keys: frozenset[Key]
+    packed: bool = False
 
 
 def row_loops(kernel: Kernel) -> list[Loop]:
@@ -38,9 +42,11 @@ def row_loops(kernel: Kernel) -> list[Loop]:
     return loops if all(fits) else []
 
 
-def row_of(kernel: Kernel, teams: tuple[int, ...], registers: int, parts: tuple[int, ...] = (1,)) -> tuple[int, Row] | None:
-    """The smallest team that can keep its row, or its part of one, in that many registers of a thread, and the row; None if there
-    is nothing to keep, or no room."""
+def row_of(
+    kernel: Kernel, teams: tuple[int, ...], registers: int, parts: tuple[int, ...] = (1,), packed: bool = False
+) -> tuple[int, Row] | None:
+    """The first team that can keep its row, or its part of one, in that many registers of a thread, and the row; None if there
+    is nothing to keep, or no room. `packed`: only if that is vectors of 16-bit elements of one tensor."""
     if not (loops := row_loops(kernel)):
         return None
     extent = loops[0].extent
@@ -54,19 +60,46 @@ def row_of(kernel: Kernel, teams: tuple[int, ...], registers: int, parts: tuple[
     if len(own) < len(kernel.locals) or not (own or kept):
         return None
     held = [[x.dtype.bits for x in own], [k[0].dtype.bits for k in kept]]  # type: ignore[attr-defined]
+    if packed and (most < SMALL or own or held[1] != [16]):
+        return None
     read = [n for n, s in enumerate(loops) if not kept.isdisjoint(key_of(x, s.var) for x in _loads(s, most))]
     made = [n for n, s in enumerate(loops) if not {x.buffer for x in s.body if isinstance(x, Store)}.isdisjoint(own)]
     taken = sum if read and made and read[-1] > made[0] else max  # else the elements take the places of those they are made of
     # narrow elements count as the f32 that they become: longer parts leave too few teams to overlap reading and writing
-    for least, team, count in product((32, 16), teams, parts):
+    for least, team, count in product((16,) if packed else (32, 16), teams, parts):
         sizes = [n for n in (most, most // 2) if n >= min(most, SMALL) and extent % (team * n) == 0]
         size = sizes[0] if sizes else most
         while size > 1 and extent < team * size:
             size //= 2
         rounds = -(-extent // (count * team * size))
-        if rounds * size * taken(sum(max(least, bits) for bits in kind) for kind in held) <= 32 * registers:
-            return team, Row(extent, size, rounds, frozenset(own), repeated(loops, size))
+        spare = registers - SMALL * (packed and size < MOST)  # more loads have more places
+        if rounds * size * taken(sum(max(least, bits) for bits in kind) for kind in held) <= 32 * spare:
+            return team, Row(extent, size, rounds, frozenset(own), repeated(loops, size), packed)
     return None
+
+
+def recomputed(kernel: Kernel) -> Kernel | None:
+    """The kernel without Locals of whole rows: loops compute their elements again from 16-bit elements of memory, of which a
+    thread keeps twice as many. None: there are none, or that takes too many operations."""
+    loops = row_loops(kernel)
+    made = {x.buffer: (s.var, x.value) for s in loops for x in s.body if isinstance(x, Store) and isinstance(x.buffer, Local)}
+    plain = all(isinstance(x, Store) for s in loops for x in s.body)
+    if not made or not {*own_locals(kernel, loops)} == {*kernel.locals} == {*made} or not plain:
+        return None
+    inside = [*distinct(value for _, value in made.values())]
+    narrow = all(isinstance(x.buffer, Buffer) and x.buffer.dtype.itemsize == 2 for x in inside if isinstance(x, Load))
+    if not narrow or sum(isinstance(e, Alu) and e.dtype.is_float for e in inside) > AGAIN:
+        return None
+
+    def again(s: Loop) -> Loop:
+        memo: dict[int, Expr] = {}
+        for x in [x for x in distinct(expressions([s])) if isinstance(x, Load) and x.buffer in made]:
+            var, value = made[x.buffer]  # type: ignore[index]
+            memo[id(x)] = substitute(value, {var: s.var})
+        body = tuple(x for x in s.body if isinstance(x, Store) and x.buffer not in made)
+        return replace(s, body=substitute(body, {}, memo), reduces=substitute(s.reduces, {}, memo))
+
+    return replace(kernel, body=tuple(again(s) if isinstance(s, Loop) else s for s in kernel.body), locals=())
 
 
 def repeated(loops: list[Loop], size: int) -> frozenset[Key]:

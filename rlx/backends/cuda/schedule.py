@@ -15,7 +15,7 @@ from operator import is_
 
 from rlx.backends.cuda.edges import cut_at_edges
 from rlx.backends.cuda.peel import Peel, peeled
-from rlx.backends.cuda.rows import Row, row_loops, row_of
+from rlx.backends.cuda.rows import Row, recomputed, row_loops, row_of
 from rlx.backends.cuda.vectors import BYTES, MOST, loads_ahead, lone, rows_last, width
 from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.lines import in_loops
@@ -41,6 +41,7 @@ MOVING_THREADS = 132 * 128  # threads that do so where they compute nothing
 PART_BYTES = 64  # read by a thread of a running total; twice as many down columns, whose parts wait longer for each other
 PART_THREADS, PART_TEAMS, PART_WARPS = 256, (256, 512), 16  # of a block, at most
 PARTS = (2, 4, 8, 16, 32)  # of a row: a GPU runs many more blocks at once, so that all parts of a row run
+PACKED = (256, REGISTERS), (256, 40), (512, REGISTERS)  # threads of a block, and registers for two elements of a row each
 PART_LEAST = 4096  # elements of a row
 COLUMN_BYTES = 4 * PARTS[-1] * PART_WARPS * REGISTERS  # of a column that all parts keep
 FEW_LINES = 132  # rows: with as many, each block has one
@@ -212,17 +213,20 @@ def launch(kernel: Kernel, clusters: bool = True) -> Launch:
         return _with_memory(Launch(kernel, warps, warps * WARP, lanes=WARP))
     kernel = cut_at_edges(kernel)
     if found := peeled(kernel, row_loops(kernel)):
-        at = _of_rows(found[0], clusters, shared)
-        if at.team > 1 and (at.row or not kernel.locals):
+        at = _of_rows(found[0], clusters, shared, THREADS if found[1].busy else 2 * THREADS)
+        if at.team > 1 and (at.row and at.row.packed if found[1].busy else at.row or not kernel.locals):
             return replace(at, peel=found[1])
     return _of_rows(kernel, clusters, shared)
 
 
-def _of_rows(kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]]) -> Launch:
-    """Points of which a thread, or a team, has each, or several blocks if these are long rows. `shared`: by may_overlap."""
+def _of_rows(kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]], most: int = 2 * THREADS) -> Launch:
+    """Points of which a thread, or a team, has each, or several blocks if these are long rows. `shared`: by may_overlap. `most`:
+    threads that a row has before two of its elements share a register."""
     team, points = _team(kernel), math.prod(n for _, n in kernel.grid)
     budgets = (FEW_REGISTERS,) if points < FEW_POINTS else (REGISTERS, MORE_REGISTERS)
     found = next(filter(None, (row_of(kernel, (WARP, *BLOCK_SIZES), n) for n in budgets)), None) if team > 1 else None
+    if team > WARP and (not found or found[0] > most) and (packed := _in_parts(kernel, clusters, shared, packed=True)):
+        return packed
     if found:
         return Launch(kernel, found[0], THREADS if found[0] == WARP else found[0], row=found[1])
     if team > WARP and (parted := _in_parts(kernel, clusters, shared)) and parted.parts > 1:
@@ -267,8 +271,10 @@ def _running(kernel: Kernel) -> Launch | None:
     return _counted(Launch(kernel, team, threads, lanes=lanes, parts=parts, part=team * each, words=words, peel=peel))
 
 
-def _in_parts(kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]]) -> Launch | None:
-    """Rows, or columns, that registers of one block or of several keep; and rows that are too few to keep the GPU busy."""
+def _in_parts(kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]], packed: bool = False) -> Launch | None:
+    """Rows, or columns, that registers of one block or of several keep; and rows that are too few to keep the GPU busy. `packed`:
+    only rows of 16-bit elements, two of which share a register."""
+    kernel = (packed and recomputed(kernel)) or kernel
     loops, points = row_loops(kernel), math.prod(n for _, n in kernel.grid)
     inside = list(walk(kernel.body))
     stored, loaded = ({x.buffer for x in inside if isinstance(x, kind)} for kind in (Store, Load))
@@ -278,10 +284,15 @@ def _in_parts(kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]]
     if any(kernel.buffers[written] in tops for _, written in shared):  # another block may read it later
         return None
     extent, down = loops[0].extent, _lanes_down(kernel, loops)
-    if down:
+    near = PARTS[: PARTS.index(CLUSTER) + 1] if clusters and points * CLUSTER >= FEW_LINES else ()
+    if packed:
+        found = next(filter(None, (row_of(kernel, (team,), n, (1, *near), packed=True) for team, n in PACKED)), None)
+        parts = -(-extent // (found[1].rounds * found[1].size * found[0])) if found else 0
+        if not found or parts == 1 or points * parts < RESIDENT * MULTIPROCESSORS:
+            return Launch(kernel, found[0], found[0], row=found[1]) if found and points >= RESIDENT * MULTIPROCESSORS else None
+    elif down:
         found = row_of(kernel, (4, 8, PART_WARPS), REGISTERS) or row_of(kernel, (PART_WARPS,), REGISTERS, PARTS)
     else:
-        near = PARTS[: PARTS.index(CLUSTER) + 1] if clusters and points * CLUSTER >= FEW_LINES else ()
         found = row_of(kernel, PART_TEAMS, REGISTERS, near) or row_of(kernel, (PART_THREADS,), REGISTERS, PARTS)
         found = found or row_of(kernel, (PART_THREADS,), MORE_REGISTERS, PARTS)
     team, row = found or (PART_THREADS, None)

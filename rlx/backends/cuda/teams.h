@@ -291,6 +291,14 @@ template <int V, class E> RLX_FN void rlx_stream(E (&out)[V], const E* at) {
     rlx_fetch<V>(out, at);
   }
 }
+/* Elements that are read again: registers keep them, and not the numbers that were computed from them. */
+template <int R, int V, class E> RLX_FN void rlx_again(E (&held)[R][V]) {
+  uint32_t words[R][V * sizeof(E) / 4];
+  memcpy(words, held, sizeof(held));
+  #pragma unroll
+  for (int n = 0; n < R * V * (int)sizeof(E) / 4; n++) asm volatile("" : "+r"((&words[0][0])[n]));
+  memcpy(held, words, sizeof(held));
+}
 template <int V, class E> RLX_FN void rlx_put(E* at, const E (&values)[V]) {
   constexpr int bytes = V * sizeof(E) < 16 ? V * sizeof(E) : 16;
   typedef typename rlx_chunk<bytes>::type chunk;
