@@ -11,7 +11,7 @@ from rlx.backends.cuda.dialect import CUDA, unrounded
 from rlx.backends.cuda.peel import HEAD, ORIGIN, Peel
 from rlx.backends.cuda.rows import Key, Row, key_of
 from rlx.backends.cuda.scan import Scan, chosen, place
-from rlx.backends.cuda.schedule import REGISTERS, SHORT, WARP, Launch, Segments, checked_late, is_shared
+from rlx.backends.cuda.schedule import PART_THREADS, SHORT, WARP, Launch, Segments, checked_late, is_shared
 from rlx.backends.cuda.vectors import BYTES, loads, loads_ahead, lone, stores, width
 from rlx.backends.shared.c_style import Writer
 from rlx.ir.dtype import DType, f32, f64, index_
@@ -60,12 +60,12 @@ class CudaWriter(Writer):
         inside = list(walk(launch.kernel.body))
         stored = {s.buffer for s in inside if isinstance(s, Store)}
         self.narrow = all(b.dtype.itemsize <= 2 for b in stored if isinstance(b, Buffer))
-        packed = launch.row.rounds * launch.row.size if launch.row and launch.row.packed else 0
-        if launch.adjacent or packed:  # so that the parts of a line run at once
-            self.occupancy = f", {(1024 if packed <= 2 * REGISTERS else 768) // launch.threads}"
-        self.told = 0  # words of a line that reductions have used
         self.row, self.round = launch.row, ""  # the latter: the number of the part of a row, in its loop
+        if launch.adjacent or (self.row and self.row.packed):  # so that the parts of a line run at once
+            self.occupancy = f", {(768 if self.row and self.row.large else 1024) // launch.threads}"
+        self.told = 0  # words of a line that reductions have used
         self.registers: dict[Key, str] = {}  # loads of a row -> the array that holds it
+        self.edges: dict[Key, str] = {}  # those of an iteration before or behind the vectors of a row
         self.loaded: set[Key] = set()
         self.same: set[Key] = set()  # of the former, those that are the same in all parts of a row
         registers = self.row.locals if self.row else frozenset()
@@ -568,18 +568,29 @@ class CudaWriter(Writer):
 
     def beside(self, s: Loop, p: Peel, parts: Sequence[Partial]) -> None:
         """The iterations before and behind those in vectors, one of a thread."""
-        i = self.fresh("i")
-        self.names[s.var], self.round = i, str(self.row.rounds) if self.row else ""
+        ends = [r.value for r in s.reduces]
+        self.round = str(self.row.rounds) if self.row else ""
+        kept = {id(x): key_of(x, s.var) for x in loads(s.body, ends, s.var, self.row.size)} if self.row else {}
 
         def one() -> None:
-            for r, x, value in zip(s.reduces, parts, self.block(s.body, [r.value for r in s.reduces])):
+            self.vector_loads = {n: self.edges[key] for n, key in kept.items() if key in self.edges}
+            for r, x, value in zip(s.reduces, parts, self.block(s.body, ends)):
                 better = f"{x.name} = {x.combine(x.name, f'{x.type}{{{value}, {i}}}')};"
                 self.line(better if r.op in EXTREMES else x.add(value, i))
 
-        with self.scope([f"if (me < {p.beside}{' && part == 0' * self.launch.adjacent}) {{"]), self.alone():
-            self.line(f"const rlx_index {i} = me - head + (me < head ? 0 : {p.whole});")
+            self.vector_loads = {}
+
+        with self.at_edge(s.var, p) as i:
             self.line("const int v = 0;")
             self.sum_of_few([x for x in parts if x.near], one)
+
+    @contextmanager
+    def at_edge(self, var: Var, p: Peel) -> Iterator[str]:
+        """The iteration before or behind those in vectors that this thread has, if it has one."""
+        self.names[var] = i = self.fresh("i")
+        with self.scope([f"if (me < {p.beside}{' && part == 0' * self.launch.adjacent}) {{"]), self.alone():
+            self.line(f"const rlx_index {i} = me - head + (me < head ? 0 : {p.whole});")
+            yield i
 
     def turns(self, s: Loop, i: str, start: str, end: str, size: int, near: list[Partial], turn: Callable[[], None]) -> None:
         """The loop over the vectors of `size` iterations of a thread. Sums of some of them are added to those in f64."""
@@ -624,14 +635,18 @@ class CudaWriter(Writer):
             if key in row.keys and key not in self.registers:
                 self.registers[key] = self.fresh("q")
                 self.line(f"{CUDA.element(x.buffer.dtype)} {self.registers[key]}[{row.rounds}][{row.size}];")
-                whole = row.packed or row.size * x.buffer.dtype.itemsize == BYTES  # of shorter loads, others hide the latency
-                ahead += [(x, key)] * (whole and x.guard is None and own.isdisjoint(walk(x.index)))
+                # others hide the latency of shorter loads of one tensor; two large blocks would load at once, and then wait
+                whole = len(row.keys) > 1 or row.size * x.buffer.dtype.itemsize == BYTES
+                apart = whole and not (self.launch.adjacent and self.launch.threads > PART_THREADS)
+                ahead += [(x, key)] * ((row.packed or apart) and x.guard is None and own.isdisjoint(walk(x.index)))
             elif key in row.keys and row.packed:
                 self.line(f"rlx_again({self.registers[key]});")
         self.round, at, team = self.fresh("n"), self.launch, self.launch.team
         head = ["#pragma unroll", f"for (int {self.round} = 0; {self.round} < {row.rounds}; {self.round}++) {{"]
         start, parts = (f"part * {at.part} + ", at.parts) if at.adjacent else ("", 1)
         ends = row.extent < row.rounds * team * row.size * parts
+        if at.peel and ahead:
+            self.fetch_edge(ahead, s.var, at.peel)
         for do in (lambda: self.fetch_row(ahead, s.var, row.size, first), body)[not (ahead and ends) :]:
             with self.scope(head), self.alone():
                 self.line(f"const rlx_index {first} = {start}({self.round} * {team} + me) * {row.size};")
@@ -644,6 +659,15 @@ class CudaWriter(Writer):
         for x, key in found:
             self.loaded.add(key)
             self.fetch_vector(x, f"{self.registers[key]}[{self.round}]", var, size, first, _kept_by(x))
+
+    def fetch_edge(self, found: Sequence[tuple[Load, Key]], var: Var, p: Peel) -> None:
+        """The same for the iteration before or behind the vectors."""
+        for x, key in found:
+            self.edges[key] = self.fresh("q")
+            self.line(f"{CUDA.element(x.buffer.dtype)} {self.edges[key]}[1] = {{}};")
+        with self.at_edge(var, p) as i:
+            for x, key in found:
+                self.line(f"{self.edges[key]}[0] = {self.names[x.buffer]}[{self.at_first(x.index, var, i)}];")
 
     def fetch_vector(self, x: Load, to: str, var: Var, size: int, first: str, how: str) -> None:
         guard = "" if x.guard is None else f"if ({self.at_first(x.guard, var, first)}) "

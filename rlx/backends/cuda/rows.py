@@ -14,6 +14,7 @@ from rlx.records import record
 
 AGAIN = 8  # operations of an element that are worth computing again
 SMALL = 4  # elements that a thread takes at once, at least, if that deals out the row evenly
+PLACES = 28  # registers for elements at most, where loads are short, and their places take more
 Key = tuple[object, ...]
 
 
@@ -29,6 +30,11 @@ class Row:
     locals: frozenset[Local]
     keys: frozenset[Key]
     packed: bool = False
+
+    @property
+    def large(self) -> bool:
+        """Whether a thread of a packed row has more than 64 registers."""
+        return self.packed and self.rounds * self.size > 64
 
 
 def row_loops(kernel: Kernel) -> list[Loop]:
@@ -72,8 +78,8 @@ def row_of(
         while size > 1 and extent < team * size:
             size //= 2
         rounds = -(-extent // (count * team * size))
-        spare = registers - SMALL * (packed and size < MOST)  # more loads have more places
-        if rounds * size * taken(sum(max(least, bits) for bits in kind) for kind in held) <= 32 * spare:
+        room = min(registers, PLACES) if packed and size < MOST else registers
+        if rounds * size * taken(sum(max(least, bits) for bits in kind) for kind in held) <= 32 * room:
             return team, Row(extent, size, rounds, frozenset(own), repeated(loops, size), packed)
     return None
 

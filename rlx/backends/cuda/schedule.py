@@ -226,7 +226,8 @@ def _of_rows(kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]],
     budgets = (FEW_REGISTERS,) if points < FEW_POINTS else (REGISTERS, MORE_REGISTERS)
     found = next(filter(None, (row_of(kernel, (WARP, *BLOCK_SIZES), n) for n in budgets)), None) if team > 1 else None
     if team > WARP and (not found or found[0] > most) and (packed := _in_parts(kernel, clusters, shared, packed=True)):
-        return packed
+        if not found or packed.parts <= 2:
+            return packed
     if found:
         return Launch(kernel, found[0], THREADS if found[0] == WARP else found[0], row=found[1])
     if team > WARP and (parted := _in_parts(kernel, clusters, shared)) and parted.parts > 1:
