@@ -1,6 +1,6 @@
 """Elementwise chains, reductions and data movement on one GPU against its copy bandwidth and torch.
 
-    python benchmarks/cuda_chains.py [--shapes 4096x4096 65536x1024 1000x100003] [--only WORD ...] [--torch] [--kernels]
+    python benchmarks/cuda_chains.py [--shapes 4096x4096 65536x1024 13107x5120 1334x50304 1000x100003] [--only WORD ...] [--torch] [--kernels]
 
 Each row: bytes read and written once over the time of a replay, as percent of the rate at which the driver copies as many bytes
 (read and written) in the same rounds. Results are compared with torch in f64 first. With --torch, torch.compile's CUDA graph too
@@ -59,6 +59,9 @@ def cases(rows: int, cols: int) -> Iterator[Case]:
     yield Case("softmax", rlx.softmax, lambda t, x: t.softmax(x, -1), (full,))
     yield Case("layer_norm", rlx.layer_norm, lambda t, x, a, b: t.nn.functional.layer_norm(x, row, a, b), (full, row, row))
     yield Case("rms_norm", rlx.rms_norm, lambda t, x, a: t.nn.functional.rms_norm(x, row, a, 1e-6), (full, row))
+    yield Case("log_softmax", rlx.log_softmax, lambda t, x: t.log_softmax(x, -1), (full,))
+    yield Case("norm of a sum", lambda x, y, a, b: rlx.layer_norm(x + y, a, b),
+               lambda t, x, y, a, b: t.nn.functional.layer_norm(x + y, row, a, b), (full, full, row, row))  # fmt: skip
     yield Case("sum rows", lambda x: rlx.sum(x, axis=(1,)), lambda t, x: x.sum(1), (full,))
     yield Case("sum columns", lambda x: rlx.sum(x, axis=(0,)), lambda t, x: x.sum(0), (full,))
     yield Case("sum all", rlx.sum, lambda t, x: x.sum(), (full,))
@@ -140,7 +143,7 @@ def measured(case: Case, dtype: str, with_torch: bool, kernels: bool) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="words of case names")
-    parser.add_argument("--shapes", nargs="+", default=["4096x4096", "65536x1024", "1000x100003"])
+    parser.add_argument("--shapes", nargs="+", default=["4096x4096", "65536x1024", "13107x5120", "1334x50304", "1000x100003"])
     parser.add_argument("--dtypes", nargs="+", default=["f32", "bf16"])
     parser.add_argument("--torch", action="store_true")
     parser.add_argument("--kernels", action="store_true")

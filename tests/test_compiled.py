@@ -658,6 +658,7 @@ def test_what_a_compiled_graph_declares(session: rlx.Session) -> None:
 
 WRONG_CALLS = {
     "too many": (lambda f: f([[1, 2], [3, 4]], 5, 6), BindingError, "got 3 by position"),
+    "a dict": (lambda f: f({"x": [[1, 2], [3, 4]]}), BindingError, r"got a dict: call run\(inputs\), or unpack it"),
     "twice": (lambda f: f([[1, 2], [3, 4]], x=1), BindingError, "'x' is given by position and by name"),
     "unknown": (lambda f: f([[1, 2], [3, 4]], m=1), UnknownNameError, "'m'"),
     "missing": (lambda f: f(n=1), MissingInputError, "'x'"),

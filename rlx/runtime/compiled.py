@@ -157,7 +157,9 @@ class CompiledGraph(Shown):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Inputs by position and by name, by name. BindingError: too many, or one is given twice."""
+        """Inputs by position and by name, by name. BindingError: too many, one is given twice, or a dict of them is given."""
+        if any(isinstance(x, Mapping) for x in args):
+            raise BindingError("an input by position is an array; got a dict: call run(inputs), or unpack it with **inputs")
         if len(args) > len(self._inputs):
             raise BindingError(f"{len(self._inputs)} inputs ({known(d.name for d in self._inputs)}), got {len(args)} by position")
         given = {d.name: x for d, x in zip(self._inputs, args)}
