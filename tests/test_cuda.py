@@ -26,9 +26,11 @@ from rlx.backends.cuda.gemv import GemvLaunch
 from rlx.backends.cuda.gpu import refusal
 from rlx.backends.cuda.groups import Stages, may_join
 from rlx.backends.cuda.render import CudaWriter, arguments_of
+from rlx.backends.cuda.rows import recomputed
 from rlx.backends.cuda.scatter import ScatterLaunch
 from rlx.backends.cuda.schedule import COLUMN_BYTES, Launch
 from rlx.backends.cuda.sorts import SortLaunch
+from rlx.backends.cuda.staged import StagedLaunch
 from rlx.backends.cuda.tensor import TILINGS, TensorLaunch, Tiling, on_tensor_cores
 from rlx.backends.cuda.transpose import TileLaunch
 from rlx.compiler import lower
@@ -37,6 +39,7 @@ from rlx.compiler.legalise import legalise
 from rlx.errors import DeviceUnavailableError
 from rlx.ir.evaluate import evaluate
 from rlx.ir.kernel import Buffer, Kernel, Load, Loop, Store, Var, const, k, linear
+from rlx.ir.overlap import may_overlap
 from rlx.ir.program import Program, kernel_labels
 from rlx.ir.target import Rows
 
@@ -319,10 +322,68 @@ def test_rows_that_are_few_or_wide_or_of_two_tensors_have_registers_of_their_own
     assert not launch_of(both, "sm_90a").row.packed
 
 
-def test_only_results_of_16_bits_have_exponentials_of_20():
+def test_rows_are_not_computed_again_from_memory_that_a_result_may_have():
+    """The result `o` may take the place of `x`, from which `e` would be computed after `o` is stored."""
+
+    def build(g):
+        x = g.input("x", (600, 13_003), "bf16").astype("f32")
+        e = rlx.exp(x - rlx.max(x, axis=(1,), keepdims=True))
+        o = (e / rlx.sum(e, axis=(1,), keepdims=True)).astype("bf16")
+        return o, (e * rlx.sum(o.astype("f32"), axis=(1,), keepdims=True)).astype("bf16")
+
+    g = rlx.Graph("g")
+    g.set_outputs(list(build(g)))
+    (step,) = lower(g, target("sm_90a"), rlx.CompileOptions()).steps
+    assert may_overlap(step.kernel) and recomputed(step.kernel) is None
+    assert launch_of(step.kernel, "sm_90a").kernel.locals and launch_of(one(lambda g: build(g)[0]), "sm_90a").row.packed
+
+
+@pytest.mark.parametrize("name", ["pow", "f64", "two tensors"])
+def test_rows_that_take_long_are_not_computed_again(name):
+    def build(g):
+        x = g.input("x", (600, 16_384), "bf16").astype("f64" if name == "f64" else "f32")
+        y = x ** 2.5 if name == "pow" else x + g.input("m", (16_384,), "bf16").astype("f32") if name == "two tensors" else x
+        return rlx.softmax(y).astype("bf16")
+
+    *_, kernel = kernels(graph(build))
+    assert kernel.locals and recomputed(kernel) is None
+
+
+STAGED = {  # build, dims of its operands; whether a block copies rows
+    "softmax": (lambda x: rlx.softmax(x), [(100_000, 49)], True),
+    "a norm with parameters": (rlx.layer_norm, [(70_001, 19), (19,), (19,)], True),
+    "maximum": (lambda x: rlx.max(x, axis=2), [(35_000, 2, 41)], True),
+    "a sum of two": (lambda x, y: rlx.softmax(x + y), [(70_001, 33), (70_001, 33)], True),
+    "rows in vectors": (lambda x: rlx.softmax(x), [(100_000, 8)], False),
+    "few": (lambda x: rlx.softmax(x), [(60_000, 49)], False),
+    "long": (lambda x: rlx.softmax(x), [(100_000, 197)], False),
+    "few elements to sum": (lambda x: rlx.sum(x, axis=1), [(100_000, 11)], False),
+    "columns": (lambda x: rlx.softmax(x, axis=0), [(49, 100_000)], False),
+    "rows of another tensor": (lambda x: rlx.sum(x.T, axis=1), [(49, 100_000)], False),
+}
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("name", STAGED)
+def test_short_rows_pass_through_shared_memory(name, dtype):
+    build, dims, copied = STAGED[name]
+    *_, kernel = kernels(graph(lambda g: build(*(g.input(f"x{n}", d, dtype) for n, d in enumerate(dims)))))
+    found = launch_of(kernel, "sm_90a")
+    assert isinstance(found, StagedLaunch) == copied
+    if copied:
+        text = text_of(found, "kernel")
+        rows, size = [row for _, row, _, _ in found.rows], dims[0][-1]
+        assert {row.size for row in rows} == {size} and found.shared <= 400 * found.threads
+        assert text.split("kernel(")[1].count("rlx_stage<") == sum(d[-1] == size and len(d) > 1 for d in dims)
+        assert dtype == "f32" or "expf(" not in text.split("kernel(")[1]
+        for arch in ("sm_80", "sm_90a"):
+            assert cubin(text, arch)
+
+
+def test_only_results_of_16_bits_have_exponentials_of_17():
     for dtype in ("bf16", "f32"):
         kernel = one(lambda g: rlx.softmax(g.input("x", (600, 2000), "bf16").astype("f32")).astype(dtype))  # noqa: B023
-        assert ("rlx_exp_20(" in text_of(launch_of(kernel, "sm_90a"), "kernel").split("kernel(")[1]) == (dtype == "bf16")
+        assert ("rlx_exp_17(" in text_of(launch_of(kernel, "sm_90a"), "kernel").split("kernel(")[1]) == (dtype == "bf16")
 
 
 @pytest.mark.parametrize("columns, team, parts", [(301, 32, 1), (2001, 256, 1), (20_001, 256, 10)])

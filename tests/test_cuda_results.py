@@ -214,6 +214,44 @@ def test_long_rows_of_16_bits_agree_with_f64(name, dtype):
     np.testing.assert_array_equal(compiled.run({"x": x})[0].view(np.uint16), first.view(np.uint16))
 
 
+SHORT = {  # op of x, a param w and y, columns
+    "softmax": (lambda x, w, y: rlx.softmax(x), 49), "of 16 bits in step": (lambda x, w, y: rlx.log_softmax(x), 50),
+    "padded": (lambda x, w, y: rlx.softmax(x), 64), "eleven": (lambda x, w, y: rlx.softmax(x), 11),
+    "a norm": (lambda x, w, y: rlx.layer_norm(x, w, w), 41), "of a sum": (lambda x, w, y: rlx.rms_norm(x + y, w), 33),
+    "maximum": (lambda x, w, y: rlx.max(x.reshape(7, 10_001, 19), axis=2), 19), "sums": (lambda x, w, y: rlx.sum(x, axis=1), 151),
+    "and the sum itself": (lambda x, w, y: [x + y, rlx.softmax(x + y)], 112),
+    "in place": (lambda x, w, y: rlx.softmax(rlx.sort(x)[0]), 49),
+    "masked": (lambda x, w, y: rlx.softmax(x * 0.5 + w), 32), "wider": (lambda x, w, y: rlx.softmax(x.astype("f32")), 24),
+}  # fmt: skip
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("name", SHORT)
+def test_short_rows_agree_with_f64(name, dtype):
+    """The last block has rows for some of its threads."""
+    build, columns = SHORT[name]
+    rng, kind = np.random.default_rng(0), rlx.as_dtype(dtype).numpy
+    x, y = (rng.normal(size=(70_007, columns)).astype(kind) for _ in range(2))
+    w = rng.normal(size=columns).astype(kind)
+    if "softmax" in name or name == "padded":
+        x[1], x[2], x[3, 1:] = 7.0, 6e4, -np.inf
+
+    given = {"x": x, "w": w, "y": y}
+
+    def made(wide: str) -> rlx.Graph:
+        g = rlx.Graph("g")
+        out = build(*(g.input(n, a.shape, wide) for n, a in given.items()))
+        g.set_outputs(out if isinstance(out, list) else [out])
+        return g
+
+    found = rlx.Session("cuda").compile(made(dtype)).run(given)
+    wanted, _ = evaluate(made("f64"), {n: a.astype(np.float64) for n, a in given.items()})
+    near = {"f32": 1e-5, "bf16": 2.0**-7, "f16": 2.0**-9}[dtype]
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a.astype(np.float64), b, rtol=near, atol=near * np.nanmean(np.abs(b)))
+
+
 @on_gpu
 @pytest.mark.parametrize("dims, chosen, axis", [((100, 64), (5000,), 0), ((3, 90, 70), (50, 4), 1), ((9000,), (20_000,), 0)])
 def test_sums_by_index_keep_their_order(dims, chosen, axis):

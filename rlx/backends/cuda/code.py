@@ -31,6 +31,7 @@ from rlx.backends.cuda.scatter import ScatterLaunch, ScatterWriter, scattered
 from rlx.backends.cuda.schedule import LARGEST, MULTIPROCESSORS, Launch, TensorMap, launch
 from rlx.backends.cuda.segments import of_groups, segmented
 from rlx.backends.cuda.sorts import SortLaunch, SortWriter, sorted_rows
+from rlx.backends.cuda.staged import StagedLaunch, StagedWriter, staged
 from rlx.backends.cuda.tensor import TensorLaunch, on_tensor_cores
 from rlx.backends.cuda.tensor_writer import TensorWriter
 from rlx.backends.cuda.transpose import TileLaunch, TileTransposer, in_tiles
@@ -126,7 +127,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
         return found
     if has_tiles(kernel) and sums is None:
         return tiled(kernel)
-    loops = sorted_rows(kernel, most, multiprocessors) or replacing(kernel) or scattered(kernel)
+    loops = sorted_rows(kernel, most, multiprocessors) or replacing(kernel) or scattered(kernel) or staged(sums or kernel)
     return loops or in_tiles(launch(sums or kernel, clusters=capability >= 90))
 
 
@@ -152,7 +153,7 @@ def prologue(wide: bool) -> str:
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
     Launch: CudaWriter, TileLaunch: TileTransposer, FmaLaunch: FmaWriter,
     TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
-    SortLaunch: SortWriter, ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter,
+    StagedLaunch: StagedWriter, SortLaunch: SortWriter, ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter,
     GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter, RingLaunch: RingWriter, direct.DirectLaunch: direct.DirectWriter,
     attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,
 }  # fmt: skip

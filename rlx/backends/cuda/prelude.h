@@ -91,10 +91,10 @@ RLX_FN float rlx_over_exp_plus_1(float a, float x) {
   return out;
 }
 
-/* exp(x), right to 20 bits, for results that are stored in 16. */
-RLX_FN float rlx_exp_20(float x) {
+/* exp(x), right to 17 bits or more, for results that are stored in 16. Those near 0 are not flushed: they may have a logarithm. */
+RLX_FN float rlx_exp_17(float x) {
   float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x * 1.442695041f));
+  asm("ex2.approx.f32 %0, %1;" : "=f"(out) : "f"(x * 1.442695041f));
   return out;
 }
 

@@ -80,6 +80,7 @@ class CudaWriter(Writer):
     attributes = ""  # of the function, besides
     aligned = 16  # bytes, of the shared memory of a launch
     stored = ""  # in front of stores of vectors to memory
+    in_rows = False  # a thread has a row
     tile_by_block = True  # of `segments`: a block has one
 
     def arguments(self) -> list[str]:
@@ -394,8 +395,8 @@ class CudaWriter(Writer):
             return f"rlx_tanh_plus_1({self.memo[id(of)]})"
         if e.dtype == f32 and self.narrow and e.op == "div" and (of := _plus_1(e.args[1], "exp")) is not None:
             return f"rlx_over_exp_plus_1({self.memo[id(e.args[0])]}, {self.memo[id(of)]})"
-        if e.dtype == f32 and self.narrow and e.op == "exp" and self.row:
-            return f"rlx_exp_20({self.memo[id(e.args[0])]})"
+        if e.dtype == f32 and self.narrow and e.op == "exp" and (self.row or self.in_rows):
+            return f"rlx_exp_17({self.memo[id(e.args[0])]})"
         return super().alu(e)
 
     def load(self, e: Load) -> str:

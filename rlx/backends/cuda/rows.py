@@ -8,11 +8,14 @@ from dataclasses import replace
 from itertools import product
 
 from rlx.backends.cuda.vectors import BYTES, MOST, loads, stores, width
+from rlx.ir.dtype import f64, index_
 from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Kernel, Let, Load, Local, Loop, Store, Var, expressions, walk
 from rlx.ir.nest import distinct, operands, postorder, substitute
+from rlx.ir.overlap import may_overlap
 from rlx.records import record
 
-AGAIN = 8  # operations of an element that are worth computing again
+AGAIN = 8  # operations of an element that are worth computing again, of those of which each takes a few instructions
+CHEAP = frozenset("add sub mul neg max min abs exp cast select lt le eq ne and or not".split())
 SMALL = 4  # elements that a thread takes at once, at least, if that deals out the row evenly
 PLACES = 28  # registers for elements at most, where loads are short, and their places take more
 Key = tuple[object, ...]
@@ -84,17 +87,22 @@ def row_of(
     return None
 
 
-def recomputed(kernel: Kernel) -> Kernel | None:
-    """The kernel without Locals of whole rows: loops compute their elements again from 16-bit elements of memory, of which a
-    thread keeps twice as many. None: there are none, or that takes too many operations."""
+def recomputed(kernel: Kernel, narrow: bool = True) -> Kernel | None:
+    """The kernel without Locals of whole rows: loops compute their elements again from those of memory, `narrow` ones of 16 bits,
+    of which a thread keeps twice as many. None: there are none, that takes too many operations or loads, or a result may have
+    the memory of what is loaded again (ir/overlap.py)."""
     loops = row_loops(kernel)
     made = {x.buffer: (s.var, x.value) for s in loops for x in s.body if isinstance(x, Store) and isinstance(x.buffer, Local)}
     plain = all(isinstance(x, Store) for s in loops for x in s.body)
     if not made or not {*own_locals(kernel, loops)} == {*kernel.locals} == {*made} or not plain:
         return None
     inside = [*distinct(value for _, value in made.values())]
-    narrow = all(isinstance(x.buffer, Buffer) and x.buffer.dtype.itemsize == 2 for x in inside if isinstance(x, Load))
-    if not narrow or sum(isinstance(e, Alu) and e.dtype.is_float for e in inside) > AGAIN:
+    given = [x for x in inside if isinstance(x, Load)]
+    fits = all(isinstance(x.buffer, Buffer) and (x.buffer.dtype.itemsize == 2 or not narrow) for x in given)
+    keys = {key_of(x, var) for var, value in made.values() for x in walk(value) if isinstance(x, Load)}
+    work = [e for e in inside if isinstance(e, Alu) and e.dtype != index_]
+    cheap = len(work) <= AGAIN and all(e.op in CHEAP and e.dtype != f64 for e in work)
+    if not fits or not cheap or (narrow and len(keys) > 1):
         return None
 
     def again(s: Loop) -> Loop:
@@ -105,7 +113,8 @@ def recomputed(kernel: Kernel) -> Kernel | None:
         body = tuple(x for x in s.body if isinstance(x, Store) and x.buffer not in made)
         return replace(s, body=substitute(body, {}, memo), reduces=substitute(s.reduces, {}, memo))
 
-    return replace(kernel, body=tuple(again(s) if isinstance(s, Loop) else s for s in kernel.body), locals=())
+    found = replace(kernel, body=tuple(again(s) if isinstance(s, Loop) else s for s in kernel.body), locals=())
+    return found if may_overlap(found) >= may_overlap(kernel) else None
 
 
 def repeated(loops: list[Loop], size: int) -> frozenset[Key]:

@@ -212,20 +212,24 @@ def launch(kernel: Kernel, clusters: bool = True) -> Launch:
     if (warps := _warps(kernel)) > 1:
         return _with_memory(Launch(kernel, warps, warps * WARP, lanes=WARP))
     kernel = cut_at_edges(kernel)
+    packs = not kernel.locals or recomputed(kernel) is not None  # asked here: a peeled kernel shows no results in given memory
     if found := peeled(kernel, row_loops(kernel)):
-        at = _of_rows(found[0], clusters, shared, THREADS if found[1].busy else 2 * THREADS)
+        at = _of_rows(found[0], clusters, shared, packs, THREADS if found[1].busy else 2 * THREADS)
         if at.team > 1 and (at.row and at.row.packed if found[1].busy else at.row or not kernel.locals):
             return replace(at, peel=found[1])
-    return _of_rows(kernel, clusters, shared)
+    return _of_rows(kernel, clusters, shared, packs)
 
 
-def _of_rows(kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]], most: int = 2 * THREADS) -> Launch:
-    """Points of which a thread, or a team, has each, or several blocks if these are long rows. `shared`: by may_overlap. `most`:
-    threads that a row has before two of its elements share a register."""
+def _of_rows(
+    kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]], packs: bool, most: int = 2 * THREADS
+) -> Launch:
+    """Points of which a thread, or a team, has each, or several blocks if these are long rows. `shared`: by may_overlap. `packs`:
+    two elements of a row may share a register, if it has more than `most` threads otherwise."""
     team, points = _team(kernel), math.prod(n for _, n in kernel.grid)
     budgets = (FEW_REGISTERS,) if points < FEW_POINTS else (REGISTERS, MORE_REGISTERS)
     found = next(filter(None, (row_of(kernel, (WARP, *BLOCK_SIZES), n) for n in budgets)), None) if team > 1 else None
-    if team > WARP and (not found or found[0] > most) and (packed := _in_parts(kernel, clusters, shared, packed=True)):
+    packs = packs and team > WARP and (not found or found[0] > most)
+    if packs and (packed := _in_parts(kernel, clusters, shared, packed=True)):
         if not found or packed.parts <= 2:
             return packed
     if found:
