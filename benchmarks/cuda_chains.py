@@ -1,6 +1,7 @@
 """Elementwise chains, reductions and data movement on one GPU against its copy bandwidth and torch.
 
-    python benchmarks/cuda_chains.py [--shapes 4096x4096 65536x1024 13107x5120 1334x50304 1000x100003] [--only WORD ...] [--torch] [--kernels]
+    python benchmarks/cuda_chains.py [--shapes 4096x4096 65536x1024 13107x5120 1334x50304 1000x100003] [--only WORD ...]
+        [--torch] [--kernels]
 
 Each row: bytes read and written once over the time of a replay, as percent of the rate at which the driver copies as many bytes
 (read and written) in the same rounds. Results are compared with torch in f64 first. With --torch, torch.compile's CUDA graph too

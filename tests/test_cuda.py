@@ -380,10 +380,24 @@ def test_short_rows_pass_through_shared_memory(name, dtype):
             assert cubin(text, arch)
 
 
-def test_only_results_of_16_bits_have_exponentials_of_17():
+EXPONENTIALS = {  # build; the function for results of 16 bits
+    "softmax": (lambda x: rlx.softmax(x), "rlx_exp_17_flushed("),
+    "its logarithm": (lambda x: rlx.log(rlx.softmax(x)), "rlx_exp_17("),
+    "without the maximum": (lambda x: rlx.exp(x) / rlx.sum(rlx.exp(x), axis=1, keepdims=True), "rlx_exp_17("),
+    "of some": (lambda x: (lambda e: e / rlx.sum(e * x, axis=1, keepdims=True))(rlx.exp(x - rlx.max(x, axis=1, keepdims=True))),
+                "rlx_exp_17("),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows, columns", [(600, 2000), (140, 50_304), (70_000, 33)])
+@pytest.mark.parametrize("name", EXPONENTIALS)
+def test_only_results_of_16_bits_have_short_exponentials(name, rows, columns):
+    """Those are flushed to 0 where nothing can tell."""
+    build, function = EXPONENTIALS[name]
     for dtype in ("bf16", "f32"):
-        kernel = one(lambda g: rlx.softmax(g.input("x", (600, 2000), "bf16").astype("f32")).astype(dtype))  # noqa: B023
-        assert ("rlx_exp_17(" in text_of(launch_of(kernel, "sm_90a"), "kernel").split("kernel(")[1]) == (dtype == "bf16")
+        *_, kernel = kernels(graph(lambda g: build(g.input("x", (rows, columns), "bf16").astype("f32")).astype(dtype)))  # noqa: B023
+        text = text_of(launch_of(kernel, "sm_90a"), "kernel").split("kernel(")[1]
+        assert {*re.findall(r"\w*exp\w*\(", text)} == {function if dtype == "bf16" else "expf("}
 
 
 @pytest.mark.parametrize("columns, team, parts", [(301, 32, 1), (2001, 256, 1), (20_001, 256, 10)])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rlx.backends.cuda.dialect import CUDA, unrounded
 from rlx.backends.cuda.peel import HEAD, ORIGIN, Peel
-from rlx.backends.cuda.rows import Key, Row, key_of
+from rlx.backends.cuda.rows import Key, Row, key_of, only_added
 from rlx.backends.cuda.scan import Scan, chosen, place
 from rlx.backends.cuda.schedule import PART_THREADS, SHORT, WARP, Launch, Segments, checked_late, is_shared
 from rlx.backends.cuda.vectors import BYTES, loads, loads_ahead, lone, stores, width
@@ -396,7 +396,7 @@ class CudaWriter(Writer):
         if e.dtype == f32 and self.narrow and e.op == "div" and (of := _plus_1(e.args[1], "exp")) is not None:
             return f"rlx_over_exp_plus_1({self.memo[id(e.args[0])]}, {self.memo[id(of)]})"
         if e.dtype == f32 and self.narrow and e.op == "exp" and (self.row or self.in_rows):
-            return f"rlx_exp_17({self.memo[id(e.args[0])]})"
+            return f"rlx_exp_17{'_flushed' * only_added(self.kernel)}({self.memo[id(e.args[0])]})"
         return super().alu(e)
 
     def load(self, e: Load) -> str:

@@ -9,7 +9,7 @@ from itertools import product
 
 from rlx.backends.cuda.vectors import BYTES, MOST, loads, stores, width
 from rlx.ir.dtype import f64, index_
-from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Kernel, Let, Load, Local, Loop, Store, Var, expressions, walk
+from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Kernel, Let, Load, Local, Loop, Store, Var, expressions, kept, walk
 from rlx.ir.nest import distinct, operands, postorder, substitute
 from rlx.ir.overlap import may_overlap
 from rlx.records import record
@@ -117,6 +117,28 @@ def recomputed(kernel: Kernel, narrow: bool = True) -> Kernel | None:
     return found if may_overlap(found) >= may_overlap(kernel) else None
 
 
+def is_exp(e: Expr) -> bool:
+    return isinstance(e, Alu) and e.op == "exp"
+
+
+@kept
+def only_added(kernel: Kernel) -> bool:
+    """Whether each exponential is that of a number less the greatest one of its row, all sums are of exponentials, and no other
+    number is divided by or has a logarithm: it changes nothing else if exponentials below 2^-126 are 0."""
+    loops = [s for s in kernel.body if isinstance(s, Loop)]
+    tops = {r.result for s in loops for r in s.reduces if r.op == "max"}
+    for e in distinct(expressions(kernel.body)):
+        if is_exp(e):
+            (x,) = e.args  # type: ignore[attr-defined]
+            if not (isinstance(x, Alu) and x.op == "sub" and x.args[1] in tops):
+                return False
+        elif isinstance(e, Alu) and e.dtype.is_float and e.op in ("div", "log", "pow"):
+            if not isinstance(e.args[0] if e.op == "pow" else e.args[-1], Var | Const):
+                return False
+    sums = [r.value for s in loops for r in s.reduces if r.op != "max"]
+    return all(is_exp(x) for x in sums) and all(isinstance(x, Store | Check) for s in loops for x in s.body)
+
+
 def repeated(loops: list[Loop], size: int) -> frozenset[Key]:
     """The loads that several loops do, in vectors of `size`."""
     found = Counter(k for s in loops for k in {key_of(x, s.var) for x in _loads(s, size)})
@@ -170,4 +192,4 @@ def _key(e: Expr, var: Var, known: dict[int, Key]) -> Key:
     return ("load", e.buffer, *parts) if isinstance(e, Load) else (e.op, *parts) if isinstance(e, Alu) else (e,)
 
 
-__all__ = ["Row", "expr_key", "key_of", "own_locals", "repeated", "row_loops", "row_of"]
+__all__ = ["Row", "expr_key", "key_of", "only_added", "own_locals", "recomputed", "repeated", "row_loops", "row_of"]
