@@ -359,6 +359,8 @@ STAGED = {  # build, dims of its operands; whether a block copies rows
     "long": (lambda x: rlx.softmax(x), [(100_000, 197)], False),
     "few elements to sum": (lambda x: rlx.sum(x, axis=1), [(100_000, 11)], False),
     "columns": (lambda x: rlx.softmax(x, axis=0), [(49, 100_000)], False),
+    "the place of the greatest": (lambda x: rlx.argmax(x, axis=1), [(70_001, 41)], False),
+    "a bias for each head": (lambda x, y: rlx.softmax(x + y), [(512, 6, 49, 49), (6, 49, 49)], False),
     "rows of another tensor": (lambda x: rlx.sum(x.T, axis=1), [(49, 100_000)], False),
 }
 
@@ -380,10 +382,19 @@ def test_short_rows_pass_through_shared_memory(name, dtype):
             assert cubin(text, arch)
 
 
+def shares(x):
+    """Each element of its row's sum."""
+    return x / rlx.sum(x, axis=1, keepdims=True)
+
+
 EXPONENTIALS = {  # build; the function for results of 16 bits
     "softmax": (lambda x: rlx.softmax(x), "rlx_exp_17_flushed("),
     "its logarithm": (lambda x: rlx.log(rlx.softmax(x)), "rlx_exp_17("),
-    "without the maximum": (lambda x: rlx.exp(x) / rlx.sum(rlx.exp(x), axis=1, keepdims=True), "rlx_exp_17("),
+    "without the maximum": (lambda x: shares(rlx.exp(x)), "rlx_exp_17("),
+    "less another maximum": (lambda x: shares(rlx.exp(x * 0.5 - rlx.max(x, axis=1, keepdims=True))), "rlx_exp_17("),
+    "its root": (lambda x: rlx.sqrt(rlx.softmax(x)), "rlx_exp_17("),
+    "what is not 0": (lambda x: rlx.where(rlx.softmax(x) > 0.0, 1.0, 0.0), "rlx_exp_17("),
+    "times others": (lambda x: rlx.softmax(x) * x, "rlx_exp_17("),
     "of some": (lambda x: (lambda e: e / rlx.sum(e * x, axis=1, keepdims=True))(rlx.exp(x - rlx.max(x, axis=1, keepdims=True))),
                 "rlx_exp_17("),
 }  # fmt: skip

@@ -221,6 +221,7 @@ SHORT = {  # op of x, a param w and y, columns
     "maximum": (lambda x, w, y: rlx.max(x.reshape(7, 10_001, 19), axis=2), 19), "sums": (lambda x, w, y: rlx.sum(x, axis=1), 151),
     "and the sum itself": (lambda x, w, y: [x + y, rlx.softmax(x + y)], 112),
     "in place": (lambda x, w, y: rlx.softmax(rlx.sort(x)[0]), 49),
+    "the greatest": (lambda x, w, y: rlx.argmax(x, axis=1), 41),
     "masked": (lambda x, w, y: rlx.softmax(x * 0.5 + w), 32), "wider": (lambda x, w, y: rlx.softmax(x.astype("f32")), 24),
 }  # fmt: skip
 

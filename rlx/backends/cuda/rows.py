@@ -123,20 +123,35 @@ def is_exp(e: Expr) -> bool:
 
 @kept
 def only_added(kernel: Kernel) -> bool:
-    """Whether each exponential is that of a number less the greatest one of its row, all sums are of exponentials, and no other
-    number is divided by or has a logarithm: it changes nothing else if exponentials below 2^-126 are 0."""
+    """Whether each exponential is that of a number less the greatest of such numbers in its row, so that a sum of them is 1 at
+    least, and nothing else is made of them than sums, and products with one number of the row. Then it shows nowhere but in
+    results below 2^-126 whether those that are below that are 0."""
     loops = [s for s in kernel.body if isinstance(s, Loop)]
-    tops = {r.result for s in loops for r in s.reduces if r.op == "max"}
-    for e in distinct(expressions(kernel.body)):
-        if is_exp(e):
-            (x,) = e.args  # type: ignore[attr-defined]
-            if not (isinstance(x, Alu) and x.op == "sub" and x.args[1] in tops):
+    tops = {r.result: expr_key(r.value, s.var) for s in loops for r in s.reduces if r.op == "max"}
+    held = {x.buffer for s in loops for x in s.body if isinstance(x, Store) and isinstance(x.buffer, Local)}
+    made = dict[int, Expr]()  # exponentials, and products of them
+    for s in loops:
+        for e in distinct(expressions([s])):
+            if is_exp(e):
+                (x,) = e.args  # type: ignore[attr-defined]
+                if not isinstance(x, Alu) or x.op != "sub" or tops.get(x.args[1]) != expr_key(x.args[0], s.var):  # type: ignore[call-overload]
+                    return False
+            elif isinstance(e, Load) and e.buffer in held:
+                pass
+            elif all(id(x) not in made for x in operands(e)):
+                continue
+            elif not isinstance(e, Alu) or not e.dtype.is_float or not _keeps_zero(e, made):
                 return False
-        elif isinstance(e, Alu) and e.dtype.is_float and e.op in ("div", "log", "pow"):
-            if not isinstance(e.args[0] if e.op == "pow" else e.args[-1], Var | Const):
-                return False
+            made[id(e)] = e
     sums = [r.value for s in loops for r in s.reduces if r.op != "max"]
-    return all(is_exp(x) for x in sums) and all(isinstance(x, Store | Check) for s in loops for x in s.body)
+    alone = not any(is_exp(e) for e in distinct(expressions([s for s in kernel.body if not isinstance(s, Loop)])))
+    return alone and all(map(is_exp, sums)) and all(isinstance(x, Store | Check) for s in loops for x in s.body)
+
+
+def _keeps_zero(e: Alu, made: dict[int, Expr]) -> bool:
+    """Whether it only casts one of the numbers in `made`, or multiplies or divides it by one number of the row."""
+    first, *others = sorted(e.args, key=lambda x: id(x) not in made) if e.op == "mul" else e.args
+    return e.op in ("mul", "div", "cast") and id(first) in made and all(isinstance(x, Var | Const) for x in others)
 
 
 def repeated(loops: list[Loop], size: int) -> frozenset[Key]:

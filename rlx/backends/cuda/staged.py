@@ -16,7 +16,7 @@ from rlx.backends.cuda.schedule import MULTIPROCESSORS, RESIDENT, SHORT, Launch
 from rlx.backends.cuda.vectors import width
 from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.lines import in_loops
-from rlx.ir.kernel import Buffer, Check, Expr, Kernel, Load, Local, Loop, Stmt, Store, Var, coefficient, const, is_const, walk
+from rlx.ir.kernel import EXTREMES, Buffer, Expr, Kernel, Load, Local, Loop, Stmt, Store, Var, coefficient, const, is_const, walk
 from rlx.ir.nest import substitute
 from rlx.ir.overlap import unaliased
 from rlx.records import record
@@ -48,11 +48,12 @@ def staged(kernel: Kernel) -> StagedLaunch | None:
     """The launch of a kernel of short rows; None: it is something else, or has vectors of its own."""
     kernel = in_loops(without_contract(kernel), extremes=False)
     points, loops = math.prod(n for _, n in kernel.grid), row_loops(kernel)
-    if not loops or points < FEW or not any(s.reduces for s in loops):
+    reduced = [r for s in loops for r in s.reduces]
+    if not reduced or points < FEW or any(r.op in EXTREMES for r in reduced):
         return None
     given, kernel = kernel, recomputed(kernel, narrow=False) or kernel
     loops, extent = row_loops(kernel), loops[0].extent
-    if kernel.locals or any(isinstance(x, Check) for x in walk(kernel.body)):
+    if kernel.locals or not all(isinstance(x, Store) for s in loops for x in s.body):
         return None
     if extent <= SHORT and all(width(s.body, [r.value for r in s.reduces], s.var, extent) > 1 for s in loops):
         return None  # a thread reads its row in vectors
@@ -63,10 +64,14 @@ def staged(kernel: Kernel) -> StagedLaunch | None:
         """The last loop, by number, of those in `order` that loads from, or stores to, each buffer."""
         return {b: n for n, xs in order for x in xs if isinstance(x, kind) and isinstance(b := x.buffer, Buffer)}
 
+    near = {id(x) for xs in found for x in xs}
+    apart = [(x, s.var) for s in loops for x in walk((s.body, s.reduces)) if isinstance(x, Load) and id(x) not in near]
     read, written = loop_of(Load, order), loop_of(Store, order[::-1])
     stored = {x.buffer for x in walk(kernel.body) if isinstance(x, Store)}
     fits = LEAST <= extent <= LONGEST if written else extent > SHORT  # a thread reads few elements of its own as fast
     if not read or not fits or any(x.buffer in stored for x in walk(kernel.body) if isinstance(x, Load)):
+        return None
+    if any(not _together(x, var, kernel) for x, var in apart):
         return None
     for b in (*read, *written):
         own[b] = Local(f"row{len(own)}", b.dtype, extent)
@@ -90,6 +95,12 @@ def _of_row(x: object, var: Var, kernel: Kernel, extent: int) -> bool:
     known = all(y in axes for y in walk(x.index) if isinstance(y, Var | Load))
     from_first = known and is_const(substitute(x.index, dict.fromkeys(axes, const(0))), 0)
     return from_first and all(coefficient(x.index, v) == n for v, n in axes.items())
+
+
+def _together(x: Load, var: Var, kernel: Kernel) -> bool:
+    """Whether the lanes of a warp load one element, or adjacent ones; or each thread one for all of its row."""
+    strides = [coefficient(x.index, axis) for axis, n in kernel.grid if n > 1]
+    return coefficient(x.index, var) == 0 or all(n == 0 for n in strides) or strides[-1] == 1
 
 
 def _places(own: dict[Buffer, Local], last: dict[Buffer, int], first: dict[Buffer, int]) -> tuple[tuple[Place, ...], int]:
