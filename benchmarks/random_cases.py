@@ -15,6 +15,8 @@ import torch.nn.functional as F
 
 import rlx
 
+LEAST = 2048  # elements
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -45,15 +47,16 @@ class Case:
 
 
 class Draw(random.Random):
-    """Draws the dtype and dims (round, odd, long or 1) of values of at most `elements`, and products of at most `work`."""
+    """Draws the dtype and dims (round, odd, long or 1) of values of `least` to `elements` elements, or a share of them, and
+    products of at most `work`."""
 
-    def __init__(self, key: str, elements: int, work: float) -> None:
+    def __init__(self, key: str, elements: int, work: float, least: int = LEAST) -> None:
         super().__init__(key)
-        self.elements, self.work, self.dtype = elements, work, self.choice(("f32", "f32", "bf16", "f16"))
+        self.elements, self.least, self.work, self.dtype = elements, least, work, self.choice(("f32", "f32", "bf16", "f16"))
 
     def dims(self, *ranks: int, share: float = 1.0) -> tuple[int, ...]:
-        """Dims of 2,048 elements to the most, times a share."""
-        total = share * 2 ** self.uniform(11, math.log2(self.elements))
+        """Dims of the least elements to the most, times a share."""
+        total = share * 2 ** self.uniform(math.log2(self.least), math.log2(self.elements))
         parts = [self.random() ** 1.6 for _ in range(self.choice(ranks or (1, 2, 2, 3, 3, 4)))]
         dims = [max(1, round(total ** (part / sum(parts)))) for part in parts]
         return self.within(total, *(2 ** round(math.log2(d)) if self.random() < 0.3 else d for d in dims))
@@ -260,7 +263,7 @@ KINDS = {k.__name__: k for k in (pointwise, chain, integers, reduction, along, n
                                  convolution_transposed, image, attention)}  # fmt: skip
 
 
-def cases(seed: int, elements: int, work: float, only: list[str]) -> Iterator[Case]:
+def cases(seed: int, elements: int, work: float, only: list[str], least: int = LEAST) -> Iterator[Case]:
     """Cases of all kinds in turn; `only` those of these kinds, or named like "norm.3". A case is that of its name, the seed and
     the limits, whatever was drawn before it."""
     if unknown := [name for name in only if name.partition(".")[0] not in KINDS]:
@@ -268,4 +271,4 @@ def cases(seed: int, elements: int, work: float, only: list[str]) -> Iterator[Ca
     for lap in range(10_000):
         for name, kind in KINDS.items():
             if not only or name in only or f"{name}.{lap}" in only:
-                yield replace(kind(Draw(f"{seed} {name} {lap}", elements, work)), name=f"{name}.{lap}")
+                yield replace(kind(Draw(f"{seed} {name} {lap}", elements, work, least)), name=f"{name}.{lap}")

@@ -1,13 +1,15 @@
 """Random ops of random shapes, beside torch: checks the results and finds the shapes that nobody tuned for.
 
     python benchmarks/random_ops.py [--device cpu|cuda] [--seed 0] [--count 100] [--only norm order.7 ...] [--seconds 60]
+        [--elements 2048 16777216]
 
 Each case (random_cases.py) is an rlx graph and the same in eager torch. The results are compared with torch in f64; more error is
 accepted if torch, in the dtype of the case, has half of it (products of millions of numbers). Then both are timed in turn: on the
 CPU calls on bound arrays (one thread: thread CPU time), results of torch in memory that the process keeps, as an `out` buffer is;
 on a GPU CUDA graphs of several calls each. Rows are sorted by torch's time over rlx's, the slowest first. `--only` takes kinds,
-or names of rows. Ops that torch lacks for a dtype are named and left out: there is nothing to compare with. The exit status is 1
-if a result is wrong. On a GPU, `--jobs` processes compile ahead, into the disk cache.
+or names of rows; `--elements` are the least and the most of a value. Ops that torch lacks for a dtype are named and left out:
+there is nothing to compare with. The exit status is 1 if a result is wrong. On a GPU, `--jobs` processes compile ahead, into the
+disk cache.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import itertools
 import math
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -31,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import rlx
 from benchmarks import cuda_measure, measure
-from benchmarks.random_cases import Case, Leaf, cases
+from benchmarks.random_cases import LEAST, Case, Leaf, cases
 
 SLACK = {"f32": 1e-4, "bf16": 2e-2, "f16": 3e-3, "f64": 1e-10}  # of an element and of the mean, together
 LIMITS = {"cpu": (1 << 21, 3e8), "cuda": (1 << 24, 1e11)}  # elements of a value, multiplications of a product
@@ -139,9 +142,15 @@ def on_cuda(case: Case, operands: list[torch.Tensor], threads: int) -> tuple[tor
     return got, {name: seconds / calls for name, seconds in times.items()}
 
 
-def compiled_ahead(seed: int, only: list[str], part: slice) -> None:
+def drawn(args: argparse.Namespace) -> Iterator[Case]:
+    most, work = LIMITS[args.device]
+    least, most = args.elements or (LEAST, most)
+    return itertools.islice(cases(args.seed, most, work, args.only, least), args.count)
+
+
+def compiled_ahead(args: argparse.Namespace, part: slice) -> None:
     """Compiles some of the cases; how they fail is said when they are measured."""
-    for case in itertools.islice(cases(seed, *LIMITS["cuda"], only), part.start, part.stop, part.step):
+    for case in itertools.islice(drawn(args), part.start, part.stop, part.step):
         try:
             rlx.Session("cuda").compile(graph(case))
         except rlx.RlxError:
@@ -155,7 +164,7 @@ def measured(args: argparse.Namespace) -> tuple[list[tuple[float, list[str]]], l
     """(torch's time over rlx's, cells) of each case, the wrong ones, and those that torch lacks."""
     rows, wrong, apart, end = [], [], [], time.monotonic() + args.seconds
     run = on_cpu if args.device == "cpu" else on_cuda
-    for case in itertools.islice(cases(args.seed, *LIMITS[args.device], args.only), args.count):
+    for case in drawn(args):
         if time.monotonic() > end:
             break
         torch.manual_seed(args.seed)
@@ -193,14 +202,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=LIMITS, default="cpu")
     for name, default in (("seed", 0), ("count", 100), ("threads", 1), ("jobs", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--elements", type=int, nargs=2, metavar=("LEAST", "MOST"), help="of a value")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no case begins after this time")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     args = parser.parse_args(arguments)
+    if args.elements and not 0 < args.elements[0] <= args.elements[1]:
+        parser.error(f"--elements {args.elements[0]} {args.elements[1]}: give a number from 1 on, and one that is no less")
     print(measure.header("torch", "numpy") if args.device == "cpu" else cuda_measure.header())
     if args.device == "cuda" and args.jobs > 1:
         parts = [slice(n, args.count, args.jobs) for n in range(args.jobs)]
         with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
-            list(pool.map(partial(compiled_ahead, args.seed, args.only), parts))
+            list(pool.map(partial(compiled_ahead, args), parts))
     torch.set_num_threads(args.threads)
     with torch.inference_mode():
         rows, wrong, apart = measured(args)
