@@ -41,7 +41,7 @@ MOVING_THREADS = 132 * 128  # threads that do so where they compute nothing
 PART_BYTES = 64  # read by a thread of a running total; twice as many down columns, whose parts wait longer for each other
 PART_THREADS, PART_TEAMS, PART_WARPS = 256, (256, 512), 16  # of a block, at most
 PARTS = (2, 4, 8, 16, 32)  # of a row: a GPU runs many more blocks at once, so that all parts of a row run
-PACKED = (256, REGISTERS), (256, 40), (512, REGISTERS)  # threads of a block, and registers for two elements of a row each
+PACKED = (256, REGISTERS), (256, 40), (512, REGISTERS)  # threads of a block, and registers that hold two elements of a row each
 PART_LEAST = 4096  # elements of a row
 COLUMN_BYTES = 4 * PARTS[-1] * PART_WARPS * REGISTERS  # of a column that all parts keep
 FEW_LINES = 132  # rows: with as many, each block has one
@@ -293,8 +293,10 @@ def _in_parts(kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]]
     if packed:
         found = next(filter(None, (row_of(kernel, (team,), n, (1, *near), packed=True) for team, n in PACKED)), None)
         parts = -(-extent // (found[1].rounds * found[1].size * found[0])) if found else 0
-        if not found or parts == 1 or points * parts < RESIDENT * MULTIPROCESSORS:
-            return Launch(kernel, found[0], found[0], row=found[1]) if found and points >= RESIDENT * MULTIPROCESSORS else None
+        if not found or points * parts < RESIDENT * MULTIPROCESSORS:  # few rows: more threads for each
+            return None
+        if parts == 1:
+            return Launch(kernel, found[0], found[0], row=found[1])
     elif down:
         found = row_of(kernel, (4, 8, PART_WARPS), REGISTERS) or row_of(kernel, (PART_WARPS,), REGISTERS, PARTS)
     else:
