@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import device_conformance as conformance
 import numpy as np
 import pytest
-from cuda_kernels import assembled
+from cuda_kernels import assembled, reports
 from op_cases import cases
 
 import rlx
@@ -20,6 +20,7 @@ from rlx.backends.cuda.backend import CudaBackend, target
 from rlx.backends.cuda.chain import Chain
 from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.code import launches_of as found_launches
+from rlx.backends.cuda.columns import ColumnsLaunch
 from rlx.backends.cuda.contract import Tile
 from rlx.backends.cuda.fma import SIZES, FmaLaunch, by_fma
 from rlx.backends.cuda.gemv import GemvLaunch
@@ -355,6 +356,9 @@ STAGED = {  # build, dims of its operands; whether a block copies rows
     "maximum": (lambda x: rlx.max(x, axis=2), [(35_000, 2, 41)], True),
     "a sum of two": (lambda x, y: rlx.softmax(x + y), [(70_001, 33), (70_001, 33)], True),
     "rows in vectors": (lambda x: rlx.softmax(x), [(100_000, 8)], False),
+    "running totals": (lambda x: rlx.cumsum(x, axis=1), [(70_001, 41)], True),
+    "of few columns": (lambda x: rlx.cumsum(x, axis=1), [(70_001, 16)], True),
+    "from the end": (lambda x: rlx.cumsum(x, axis=1, reverse=True), [(70_001, 41)], False),
     "few": (lambda x: rlx.softmax(x), [(60_000, 49)], False),
     "long": (lambda x: rlx.softmax(x), [(100_000, 197)], False),
     "few elements to sum": (lambda x: rlx.sum(x, axis=1), [(100_000, 11)], False),
@@ -489,14 +493,14 @@ def test_long_rows_are_divided():
 
 def test_few_numbers_of_a_long_sum_are_f64():
     """A multiprocessor converts 16 in a clock: a thread adds some in f32 first."""
-    for axis in ((0,), (1,)):
-        kernel = one(lambda g: rlx.sum(g.input("x", (20_000, 20_000), "bf16"), axis=axis))  # noqa: B023
+    for axis, total, few in ((0, "rlx_several<double, 4> p0;", "s0.at[v] += x0;"), (1, "double p0 = ", "s0 += x0;")):
+        kernel = one(lambda g: rlx.sum(g.input("x", (20_000, 20_000), "bf16"), axis=(axis,)))  # noqa: B023
         text = text_of(launch_of(kernel, "sm_90a"), "kernel")
-        assert text.count("double p0 = ") == 1 and "s0 += x0;" in text and "(double)x0" not in text and cubin(text, "sm_90a")
+        assert text.count(total) == 1 and few in text and "(double)x0" not in text and cubin(text, "sm_90a")
 
 
 PARTED = {  # build, dims, parts, whether they wait for each other
-    "a running total": (lambda x: rlx.cumsum(x, axis=1), (3, 100_003), 25, False),
+    "a running total": (lambda x: rlx.cumsum(x, axis=1), (3, 100_003), 33, False),
     "of columns": (lambda x: rlx.cumsum(x, axis=0, reverse=True), (65_536, 1024), 128, False),
     "a row to keep": (rlx.softmax, (1000, 100_003), 7, True),
     "few long rows": (rlx.softmax, (4, 151_936), 30, True),
@@ -612,11 +616,46 @@ def test_no_tile_where_whole_lines_are_read():
 
 
 def test_columns_are_reduced_by_adjacent_lanes():
-    for build in (lambda x: rlx.sum(x, axis=(0,)), lambda x: rlx.cumsum(x, axis=0), lambda x: rlx.argmax(x, axis=0)):
+    running, extreme = (lambda x: rlx.cumsum(x, axis=0)), (lambda x: rlx.argmax(x, axis=0))
+    for build, lines in ((lambda x: rlx.sum(x, axis=(0,)), 64), (running, 128), (extreme, 128)):
         found = launch_of(one(lambda g, build=build: build(g.input("x", (4096, 4096), "f32"))), "sm_90a")
-        assert found.lanes == 32 and found.lines == 128
+        assert found.lanes == 32 and found.lines == lines
         assert cubin(text_of(found, "kernel"), "sm_90a")
     assert launch_of(one(lambda g: rlx.sum(g.input("x", (4096, 4096), "f32"), axis=(1,))), "sm_90a").lanes == 1
+
+
+WIDE_SUMS = {  # build, dims, dtype; columns of a lane and blocks of a line, 0: a column for each lane
+    "a cluster": (lambda x: rlx.sum(x, axis=0), (13_107, 5120), "bf16", 4, 6),
+    "one block": (lambda x: rlx.sum(x, axis=0), (1334, 50_304), "f32", 2, 1),
+    "few lines": (lambda x: rlx.max(x, axis=0), (8192, 1024), "f16", 4, 8),
+    "short columns": (lambda x: rlx.sum(x, axis=0), (300, 20_000), "bf16", 4, 1),
+    "two axes": (lambda x: rlx.sum(x * x, axis=1), (4, 4096, 1024), "i8", 4, 8),
+    "odd columns": (lambda x: rlx.sum(x, axis=0), (4096, 5001), "bf16", 0, 1),
+    "of 64 bits": (lambda x: rlx.sum(x, axis=0), (4096, 5120), "f64", 0, 1),
+    "little": (lambda x: rlx.sum(x, axis=0), (1000, 3000), "bf16", 0, 1),
+    "an extreme": (lambda x: rlx.argmax(x, axis=0), (4096, 5120), "bf16", 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", WIDE_SUMS)
+def test_lanes_have_adjacent_columns(name):
+    build, dims, dtype, size, parts = WIDE_SUMS[name]
+    first, *_ = kernels(graph(lambda g: build(g.input("x", dims, dtype))))
+    found = launch_of(first, "sm_90a")
+    assert isinstance(found, ColumnsLaunch) == (size > 0) and found.lanes == 32
+    assert (found.vector, found.parts) == (max(size, 1), parts)
+    if size:
+        assert f"rlx_fetch<{size}>" in text_of(found, "kernel")
+        for arch in ("sm_80", "sm_90a"):
+            (report,) = reports(text_of(launch_of(found.kernel, arch), "kernel"), arch).values()
+            assert not report.spilled
+
+
+def test_parts_of_narrow_columns_lie_side_by_side():
+    first, last = kernels(graph(lambda g: rlx.sum(g.input("x", (818_400, 41), "bf16"), axis=0)))
+    found = launch_of(first, "sm_90a")
+    assert isinstance(found, ColumnsLaunch) and found.kernel.grid[-1][1] % 41 == 0 and found.points * found.vector >= 4096
+    assert math.prod(n for _, n in last.grid) == 41 or last.grid == ()
 
 
 def test_a_team_has_read_what_one_of_its_threads_overwrites(monkeypatch):

@@ -221,7 +221,8 @@ SHORT = {  # op of x, a param w and y, columns
     "maximum": (lambda x, w, y: rlx.max(x.reshape(7, 10_001, 19), axis=2), 19), "sums": (lambda x, w, y: rlx.sum(x, axis=1), 151),
     "and the sum itself": (lambda x, w, y: [x + y, rlx.softmax(x + y)], 112),
     "in place": (lambda x, w, y: rlx.softmax(rlx.sort(x)[0]), 49),
-    "the greatest": (lambda x, w, y: rlx.argmax(x, axis=1), 41),
+    "the greatest": (lambda x, w, y: rlx.argmax(x, axis=1), 41), "totals": (lambda x, w, y: rlx.cumsum(x * y, axis=1), 41),
+    "totals before": (lambda x, w, y: rlx.cumsum(x, axis=1, exclusive=True), 12),
     "masked": (lambda x, w, y: rlx.softmax(x * 0.5 + w), 32), "wider": (lambda x, w, y: rlx.softmax(x.astype("f32")), 24),
 }  # fmt: skip
 
@@ -295,6 +296,40 @@ def test_rows_that_begin_anywhere_leave_others_alone(dtype, dims):
     x = np.random.default_rng(0).integers(-100, 100, dims).astype(rlx.as_dtype(dtype).numpy)
     (found,) = rlx.Session("cuda").compile(g).run({"x": x})
     np.testing.assert_array_equal(found.astype(np.float32), x.astype(np.float32) - x.astype(np.float32).max(1, keepdims=True))
+
+
+TALL = {  # down columns: op, dims
+    "sums": (lambda x: rlx.sum(x, axis=0), (270, 20_000)),
+    "of a cluster": (lambda x: rlx.sum(x, axis=0), (1101, 4096)),
+    "of blocks": (lambda x: rlx.sum(x, axis=0), (4100, 1108)),
+    "of few columns": (lambda x: rlx.sum(x, axis=0), (204_800, 41)),
+    "of squares of two": (lambda x: rlx.sum(x * x - 1, axis=(0, 2)), (1100, 1028, 4)),
+    "means of matrices": (lambda x: rlx.mean(x, axis=1) * 2, (3, 1024, 2056)),
+    "least": (lambda x: rlx.min(x, axis=0), (4099, 1032)),
+    "totals": (lambda x: rlx.cumsum(x, axis=0), (3001, 1030)),
+    "totals of whole parts": (lambda x: rlx.cumsum(x, axis=0), (1024, 512)),
+    "totals from the end": (lambda x: rlx.cumsum(x, axis=1, exclusive=True, reverse=True), (3, 533, 258)),
+    "totals of odd columns": (lambda x: rlx.cumsum(x + 1, axis=0), (40_003, 33)),
+    "totals of one part": (lambda x: rlx.cumsum(x, axis=0), (77, 640)),
+    "in place": (lambda x: rlx.cumsum(rlx.sort(x)[0], axis=0), (1500, 128)),
+}
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "i32", "i8"])
+@pytest.mark.parametrize("name", TALL)
+def test_sums_and_totals_down_columns_are_exact(name, dtype):
+    build, dims = TALL[name]
+    g, wide = (graph(lambda g: build(g.input("x", dims, d))) for d in (dtype, "f64"))  # noqa: B023
+    kind = rlx.as_dtype(dtype).numpy
+    x = np.random.default_rng(0).integers(-1 if dtype == "i8" else -4, 2 if dtype == "i8" else 5, dims).astype(kind)
+    compiled = rlx.Session("cuda").compile(g)
+    found = compiled.run({"x": x})[0]
+    wanted = evaluate(g if dtype.startswith("i") else wide, {"x": x if dtype.startswith("i") else x.astype(np.float64)})[0][0]
+    exact = np.asarray(wanted, np.float32).astype(kind) if not name.startswith("means") else found
+    np.testing.assert_array_equal(found, exact)
+    np.testing.assert_allclose(found.astype(np.float64), wanted.astype(np.float64), rtol=2.0**-8, atol=1e-5)
+    np.testing.assert_array_equal(compiled.run({"x": x})[0].view(np.uint8), found.view(np.uint8))
 
 
 @on_gpu

@@ -325,7 +325,9 @@ def test_running_totals_of_short_lines_take_a_warp_each(lines, length, part):
     assert found.team >= 32 and (found.part, found.parts) == (part, 1) and cubin(text_of(found, "kernel"), "sm_90a")
 
 
-@pytest.mark.parametrize("lines, length, team", [(67_583, 31, 32), (67_584, 31, 1), (67_584, 32, 32), (9, 16, 32), (9, 15, 1)])
+@pytest.mark.parametrize(
+    "lines, length, team", [(67_583, 31, 32), (67_584, 31, 1), (67_584, 99, 1), (67_584, 113, 32), (9, 16, 32), (9, 15, 1)]
+)
 def test_running_totals_of_many_or_very_short_lines_have_a_thread_each(lines, length, team):
     assert launch_of(one(lambda g: rlx.cumsum(g.input("x", (lines, length), "f32"), axis=1)), "sm_90a").team == team
 

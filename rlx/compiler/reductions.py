@@ -21,6 +21,9 @@ LEAST_PARTS = 8  # a reduction with work for fewer is not divided: the second st
 VECTOR = 8  # elements, of 16 bits, of a vector that every target has
 MOST_PARTS = 32  # times as many as are wanted, where an axis has few divisors
 FEW_RESULTS = 16  # threads for each: with more, a thread sums all elements of one
+NARROW = 16  # times the columns of a block of threads: in wider rows few lanes are idle
+WIDE = 1 << 12  # columns of parts that lie side by side, at least
+LONG = 256  # elements of such a part, at least
 KEPT = 8  # times the elements that all points read: no kernel keeps a longer row, to read it again
 
 
@@ -115,13 +118,14 @@ def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target, a
     parts = 1 if read_again or short else _parts(sizes, last, target)
     if len(axes) == parts == 1 or (apart and len(todo) == parts == 1):
         return None
-    value = _reshaped(source, _divided(sizes, last, parts), alone, {})
-    value = _as(value, source.dtype.compute)
+    beside = _parts_beside(sizes, last, target) if parts > 1 else 0
+    divided = (*sizes[:last], sizes[last] // beside, beside, *sizes[last + 1 :]) if beside else _divided(sizes, last, parts)
+    value = _as(_reshaped(source, divided, alone, {}), source.dtype.compute)
     for gone, i in enumerate(todo if short else reversed(todo)):  # from the back, earlier axes keep their numbers
         i -= gone * short
         if (short or i != last) and (parts := _parts(value.shape.static, i, target)) > 1:  # type: ignore[union-attr]
             value = value.reshape(_divided(value.shape.static, i, parts))  # type: ignore[union-attr]
-        for axis in (i + 1, i) if parts > 1 else (i,):
+        for axis in (i, i) if beside and i == last else (i + 1, i) if parts > 1 else (i,):
             value = apply(node.op, (value,), {"axis": (axis,)})
     return _as(value, result.dtype).reshape(result.static)  # type: ignore[arg-type]
 
@@ -141,6 +145,17 @@ def _parts(dims: Sequence[int], axis: int, target: Target) -> int:
     fits = (n for n in range(max(2, least), min(MOST_PARTS * wanted, most) + 1) if dims[axis] % n == 0)
     # parts that begin where a vector does, then as few as possible
     return min(fits, key=lambda n: (-math.gcd(dims[axis] // n * inner, VECTOR), n), default=1) if least > 1 else 1
+
+
+def _parts_beside(dims: Sequence[int], axis: int, target: Target) -> int:
+    """Number of parts of this axis that lie side by side, each of every so many elements, where the rows behind it are so short
+    that lanes of blocks of threads would be idle; 0: they are not, or no divisor fits."""
+    inner, lanes = math.prod(dims[axis + 1 :]), target.run_columns
+    if target.points_per_thread >= 1 or inner == 1 or inner % lanes == 0 or inner > NARROW * lanes:
+        return 0
+    most = min(4 * WIDE // inner, dims[axis] // LONG)
+    fits = (n for n in range(-(-WIDE // inner), most + 1) if dims[axis] % n == 0)
+    return min(fits, key=lambda n: (-math.gcd(n * inner, 4 * lanes), n), default=0)
 
 
 def _divided(dims: Sequence[int], axis: int, parts: int) -> tuple[int, ...]:

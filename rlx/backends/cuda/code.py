@@ -16,6 +16,7 @@ from typing import Any
 from rlx.backends.cuda import attention, direct, flash
 from rlx.backends.cuda.chain import Chain, in_chains
 from rlx.backends.cuda.chain_writer import NAME, ChainText, written
+from rlx.backends.cuda.columns import ColumnsLaunch, ColumnsWriter, columns
 from rlx.backends.cuda.contract import Tile, TileWriter, has_tiles, in_sums, tiled
 from rlx.backends.cuda.dialect import prelude
 from rlx.backends.cuda.fma import FmaLaunch, FmaWriter, by_fma, by_rows
@@ -28,7 +29,7 @@ from rlx.backends.cuda.groups import Group, Stages, grouped, may_join
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
 from rlx.backends.cuda.replaced import ReplaceLaunch, ReplaceWriter, replacing
 from rlx.backends.cuda.scatter import ScatterLaunch, ScatterWriter, scattered
-from rlx.backends.cuda.schedule import LARGEST, MULTIPROCESSORS, Launch, TensorMap, launch
+from rlx.backends.cuda.schedule import LARGEST, MULTIPROCESSORS, Launch, TensorMap, as_loops, launch
 from rlx.backends.cuda.segments import of_groups, segmented
 from rlx.backends.cuda.sorts import SortLaunch, SortWriter, sorted_rows
 from rlx.backends.cuda.staged import StagedLaunch, StagedWriter, staged
@@ -128,7 +129,10 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
     if has_tiles(kernel) and sums is None:
         return tiled(kernel)
     loops = sorted_rows(kernel, most, multiprocessors) or replacing(kernel) or scattered(kernel) or staged(sums or kernel)
-    return loops or in_tiles(launch(sums or kernel, clusters=capability >= 90))
+    if loops:
+        return loops
+    kernel, clusters = as_loops(sums or kernel), capability >= 90
+    return columns(kernel, clusters) or in_tiles(launch(kernel, clusters))
 
 
 def text_of(at: Launch, name: str) -> str:
@@ -151,7 +155,7 @@ def prologue(wide: bool) -> str:
 
 
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
-    Launch: CudaWriter, TileLaunch: TileTransposer, FmaLaunch: FmaWriter,
+    Launch: CudaWriter, ColumnsLaunch: ColumnsWriter, TileLaunch: TileTransposer, FmaLaunch: FmaWriter,
     TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
     StagedLaunch: StagedWriter, SortLaunch: SortWriter, ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter,
     GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter, RingLaunch: RingWriter, direct.DirectLaunch: direct.DirectWriter,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rlx.backends.cuda.dialect import CUDA, unrounded
 from rlx.backends.cuda.peel import HEAD, ORIGIN, Peel
 from rlx.backends.cuda.rows import Key, Row, key_of, only_added
-from rlx.backends.cuda.scan import Scan, chosen, place
+from rlx.backends.cuda.scan import Scan, ScanDown, chosen, place
 from rlx.backends.cuda.schedule import PART_THREADS, SHORT, WARP, Launch, Segments, checked_late, is_shared
 from rlx.backends.cuda.vectors import BYTES, loads, loads_ahead, lone, stores, width
 from rlx.backends.shared.c_style import Writer
@@ -61,7 +61,7 @@ class CudaWriter(Writer):
         stored = {s.buffer for s in inside if isinstance(s, Store)}
         self.narrow = all(b.dtype.itemsize <= 2 for b in stored if isinstance(b, Buffer))
         self.row, self.round = launch.row, ""  # the latter: the number of the part of a row, in its loop
-        if launch.adjacent or (self.row and self.row.packed):  # so that the parts of a line run at once
+        if (launch.part and launch.parts > 1) or (self.row and self.row.packed):  # so that the parts of a line run at once
             self.occupancy = f", {(768 if self.row and self.row.large else 1024) // launch.threads}"
         self.told = 0  # words of a line that reductions have used
         self.registers: dict[Key, str] = {}  # loads of a row -> the array that holds it
@@ -81,6 +81,7 @@ class CudaWriter(Writer):
     aligned = 16  # bytes, of the shared memory of a launch
     stored = ""  # in front of stores of vectors to memory
     in_rows = False  # a thread has a row
+    unrolled = UNROLLED  # iterations of which a thread loads the elements before it waits for the first
     tile_by_block = True  # of `segments`: a block has one
 
     def arguments(self) -> list[str]:
@@ -130,9 +131,9 @@ class CudaWriter(Writer):
     def body(self) -> None:
         k, at = self.kernel, self.launch
         stmts = checked_late(at) if type(at) is Launch else k.body
-        if at.vector > 1 and at.repeats == 1:
+        if at.vector > 1 and at.repeats == at.lanes:
             self.vector_of_point(stmts, *k.grid[-1])
-        elif at.vector > 1:
+        elif at.vector > 1 and at.lanes == 1:
             self.vectors_apart(stmts)
         elif at.repeats > 1:
             self.repeated(stmts)
@@ -454,7 +455,7 @@ class CudaWriter(Writer):
         elif not self.shared:
             self.in_order(s) if _only_stores(s) and (self.launch.shared or self.launch.scratch) else super().loop(s)
         elif s.carries and self.launch.part:
-            Scan(self, s).write()
+            (ScanDown if self.down else Scan)(self, s).write()
         elif self.launch.lanes == 1 and self.launch.parts == 1 and (test := chosen(s)) is not None:
             place(self, s, test)
             self.exchanged(s)
@@ -499,7 +500,7 @@ class CudaWriter(Writer):
         simple = (s.reduces or s.carries) and all(isinstance(x, Let | Check) for x in s.body) and not self.kernel.locals
         if self.launch.team == self.launch.lanes == 1 and self.kernel.locals and s.extent <= SHORT:
             return ["#pragma unroll", text]  # so that Locals are registers
-        return [f"#pragma unroll {max(4, UNROLLED // size)}", text] if simple else [text]
+        return [f"#pragma unroll {max(4, self.unrolled // size)}", text] if simple else [text]
 
     def end_iteration(self, s: Loop) -> None:
         if self.shared:
@@ -598,8 +599,8 @@ class CudaWriter(Writer):
         step = self.launch.team * size
         head = self.head(s, f"for (rlx_index {i} = {i + 's' if near else start}; {i} < {end}; {i} += {step}) {{", size)
         if near:
-            narrow = all(x.buffer.dtype.itemsize <= 2 for x in walk(s.body) if isinstance(x, Load))
-            count = max(4, UNROLLED // size) * (1 + narrow) if len(head) > 1 else 1
+            narrow = self.launch.vector == 1 and all(x.buffer.dtype.itemsize <= 2 for x in walk(s.body) if isinstance(x, Load))
+            count = max(4, self.unrolled // size) * (1 + narrow) if len(head) > 1 else 1
             self.line(f"rlx_index {i}s = {start};")
             with self.scope([f"for (; {i}s + {(count - 1) * step} < {end}; {i}s += {count * step}) {{"]):
                 some = ["#pragma unroll", f"for (rlx_index {i} = {i}s; {i} < {i}s + {count * step}; {i} += {step}) {{"]
@@ -674,8 +675,8 @@ class CudaWriter(Writer):
         guard = "" if x.guard is None else f"if ({self.at_first(x.guard, var, first)}) "
         self.line(f"{guard}{how}<{size}>({to}, {self.names[x.buffer]} + {self.at_first(x.index, var, first)});")
 
-    def partial(self, r: Reduce, count: int) -> Partial:
-        """The running result that a thread keeps while its team reduces `count` values."""
+    def partial(self, r: Reduce, count: int, own: str = "") -> Partial:
+        """The running result that a thread keeps while its team reduces `count` values; `own`: the part that is added to."""
         dtype, name = r.value.dtype.compute, self.fresh("p")
         if r.op in EXTREMES:
             place, largest = f"rlx_place<{self.type(dtype)}>", "true" if r.op == "argmax" else "false"
@@ -688,7 +689,8 @@ class CudaWriter(Writer):
         near = self.fresh("s") if wide != dtype else ""
         return Partial(
             name, self.type(wide), CUDA.literal(identity(r.op, wide), wide), combine,
-            lambda value, at: f"{near} += {value};" if near else f"{name} = {combine(name, f'({self.type(wide)}){value}')};",
+            lambda value, at: f"{near}{own} += {value};" if near else
+            f"{name}{own} = {combine(name + own, f'({self.type(wide)}){value}')};",
             lambda text: f"({self.type(dtype)}){text}", near,
         )  # fmt: skip
 

@@ -40,14 +40,14 @@ class Row:
         return self.packed and self.rounds * self.size > 64
 
 
-def row_loops(kernel: Kernel) -> list[Loop]:
-    """The loops of a kernel that does nothing but loops over the same row; else none."""
+def row_loops(kernel: Kernel, carries: bool = False) -> list[Loop]:
+    """The loops of a kernel that does nothing but loops over the same row; else none. `carries`: running totals count, too."""
     loops = [s for s in kernel.body if isinstance(s, Loop)]
     if not loops or kernel.limits or not all(isinstance(s, Let | Store | Check | Loop) for s in kernel.body):
         return []
     extent = loops[0].extent
     down = len(loops) == 1 and _only_reduces(loops[0])  # with more loops, what they keep would take too many registers
-    fits = (s.extent == extent and _flat(s) and not s.carries and (s.vector or down) for s in loops)
+    fits = (s.extent == extent and _flat(s) and (carries if s.carries else s.vector or down) for s in loops)
     return loops if all(fits) else []
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rlx.backends.cuda.dialect import CUDA
-from rlx.backends.cuda.schedule import WARP
-from rlx.backends.cuda.vectors import loads, stores, width
+from rlx.backends.cuda.schedule import WARP, running_size
+from rlx.backends.cuda.vectors import loads, stores
 from rlx.ir.dtype import index_
 from rlx.ir.kernel import Alu, Buffer, Expr, Let, Load, Loop, Store, coefficient, is_const, walk
 from rlx.ir.nest import identity, nested
@@ -16,7 +16,7 @@ from rlx.ir.nest import identity, nested
 
 class Scan:
     """Writes the loop `s`, whose carry is a running total, with `writer`, a CudaWriter. A thread has `rounds` groups of `size`
-    adjacent elements; names of arrays by round: `own`, the sum of a group, then the total before it; `part`, the addends."""
+    adjacent elements; `own`: the name of an array, for each round the sum of a group, then the total before it."""
 
     def __init__(self, writer: Any, s: Loop) -> None:
         self.w, self.s, self.at = writer, s, writer.launch
@@ -25,15 +25,17 @@ class Scan:
         self.added, self.dtype, self.op = self.carry.added, self.carry.var.dtype.compute, self.carry.next.op
         self.type, self.zero = writer.type(self.dtype), CUDA.literal(identity(self.op, self.dtype), self.dtype)
         self.peel = self.at.peel
-        extent = self.peel.whole if self.peel else s.extent
-        self.size = each if writer.down else min(each, width(s.body, (self.added,), s.var, extent))
-        self.rounds, self.part, self.own = each // self.size, writer.fresh("a"), writer.fresh("s")
+        self.size = running_size(s, self.peel, each)
+        self.rounds, self.own = each // self.size, writer.fresh("s")
         self.i, self.extent = writer.name(s.var, "i"), writer.extent(s)
         limited = s.var in writer.limits
         self.even = not limited and not self.peel and s.extent % self.at.part == 0
         self.vectors = not limited and (self.peel or s.extent % self.size == 0)
+        # threads behind the end of a line load what is before it: a branch would keep each load behind the use of the one before
+        self.near = not limited and not self.peel and not self.even
         self.first = f"{self.i}_0{' + head' * bool(self.peel)}"
-        self.inside = "((rlx_uindex)({0} + head) < {1})" if self.peel else "({0} < {1})"
+        inside = f"(rlx_uindex)({self.i} + head)" if self.peel else self.i
+        self.inside = f"{inside} < {self.extent}"
 
     def write(self) -> None:
         w, function = self.w, self.w.function_of(self.op, self.dtype)
@@ -47,18 +49,26 @@ class Scan:
 
     @contextmanager
     def each_round(self) -> Iterator[None]:
-        place = "me" if self.w.down else f"((me / {WARP} * {self.rounds} + n) * {WARP} + me % {WARP})"
+        place = f"((me / {WARP} * {self.rounds} + n) * {WARP} + me % {WARP})"
         first = f"(rlx_index)part * {self.at.part} + " if self.at.parts > 1 else ""
         with self.w.scope(["#pragma unroll", f"for (int n = 0; n < {self.rounds}; n++) {{"]):
             self.w.line(f"const rlx_index {self.i}_0 = {first}{place} * {self.size};")
             yield
 
-    def each(self, parts: object = None, held: Collection[int] = ()) -> list[str]:
+    def each(self, parts: object = None, held: Collection[int] = (), near: bool = False) -> list[str]:
         """The opening lines of the loop over the adjacent elements; where `parts`, all of whose accesses are `held` ones of
-        registers, are computed for elements outside a peeled line, too."""
-        lines = ["#pragma unroll", f"for (int v = 0; v < {self.size}; v++) {{", f"const rlx_index {self.i} = {self.i}_0 + v;"]
-        harmless = self.peel and parts and all(id(x) in held for x in walk(parts) if isinstance(x, Load | Store))
-        return lines + ["{" if self.even or harmless else f"if {self.inside.format(self.i, self.extent)} {{"]
+        registers, are computed for elements outside a line, too. `near`: those have the place of its last element."""
+        place = f"min({self.i}_0 + v, (rlx_index){self.extent} - 1)" if near else f"{self.i}_0 + v"
+        lines = ["#pragma unroll", f"for (int v = 0; v < {self.size}; v++) {{", f"const rlx_index {self.i} = {place};"]
+        return lines + ["{" if self.even or near or self.known(parts, held) else f"if ({self.inside}) {{"]
+
+    def known(self, parts: object, held: Collection[int]) -> bool:
+        return bool((self.peel or self.near) and parts and _all_held(parts, held))
+
+    @property
+    def whole(self) -> str:
+        begins = f"{self.first} >= 0 && " * bool(self.peel)
+        return f"{begins}{self.first} + {self.size} <= {self.extent}"
 
     def fetch(self) -> dict[int, str]:
         """Registers with the elements in memory that both passes read, by the id of the load."""
@@ -71,28 +81,31 @@ class Scan:
             w.line(f"{CUDA.element(x.buffer.dtype)} {name}[{self.rounds}][{self.size}];")
             with self.each_round():
                 if id(x) in vectors:
-                    place = f"{w.names[x.buffer]} + {w.at_first(x.index, s.var, f'{self.i}_0')}"
+                    first = f"min({self.i}_0, (rlx_index){self.extent} - {self.size})" if self.near else f"{self.i}_0"
+                    place = f"{w.names[x.buffer]} + {w.at_first(x.index, s.var, first)}"
                     text = f"rlx_fetch<{self.size}>({name}[n], {place});"  # of a peeled row, elements beside it, too
-                    w.line(text if self.even else f"if ({self.first} < {self.extent}) {text}")
+                    w.line(f"if ({self.first} < {self.extent}) {text}" if self.peel else text)
                     continue
-                with w.scope(self.each(), 2):
-                    w.line(f"{name}[n][v] = {w.names[x.buffer]}[{w.value(x.index)}];")
+                plain = [f"if ({self.whole}) {{", *self.each()[:3], "{"]
+                for lines in [plain, ["else {", *self.each(near=True)]] if self.near else [["{", *self.each()]]:
+                    with w.scope(lines, 3):
+                        w.line(f"{name}[n][v] = {w.names[x.buffer]}[{w.value(x.index)}];")
         return held
 
     def addends(self, held: dict[int, str]) -> None:
-        w, part, own = self.w, f"{self.part}[n]", f"{self.own}[n]"
-        w.line(f"{self.type} {self.part}[{self.rounds}][{self.size}], {self.own}[{self.rounds}];")
+        w, own, part = self.w, f"{self.own}[n]", self.w.fresh("a")
+        w.line(f"{self.type} {self.own}[{self.rounds}];")
+        some = self.known(self.added, held)  # few threads have some elements of a line: so the program branches
         with self.each_round():
-            if not self.even:
-                w.line(f"for (int v = 0; v < {self.size}; v++) {part}[v] = {self.zero};")
-            with w.scope(self.each(self.added, held), 2):
-                w.vector_loads = held
-                w.line(f"{part}[v] = {w.value(self.added)};")
-                w.vector_loads = {}
-            if self.peel:
-                w.line(f"rlx_clear_outside({part}, {self.zero}, {self.first}, {self.extent});")
-            w.line(f"{own} = {part}[0];")
-            w.line(f"for (int v = 1; v < {self.size}; v++) {own} = {self.sum(own, f'{part}[v]')};")
+            w.line(f"{own} = {self.zero};")
+            for head in [f"if ({self.whole}) {{", "else {"] if some else ["{"]:
+                with w.scope([head, *self.each(self.added, held)], 3):
+                    w.vector_loads = held
+                    value = w.value(self.added)
+                    w.vector_loads = {}
+                    text = f"{self.inside} ? {value} : {self.zero}" if head == "else {" else value
+                    w.line(f"const {self.type} {part} = {text};")
+                    w.line(f"{own} = v == 0 ? {part} : {self.sum(own, part)};")
 
     def sum(self, a: str, b: str) -> str:
         return CUDA.apply(self.op, (a, b), self.dtype, self.dtype)
@@ -108,12 +121,108 @@ class Scan:
                 w.vector_loads, w.vector_stores = held, {n: name for n, (_, name) in out.items()}
                 w.block(s.body)
                 w.vector_loads, w.vector_stores = {}, {}
-                w.line(f"{before} = {self.sum(before, f'{self.part}[n][v]')};")
+                after = w.value(self.carry.next)
+                w.line(f"{before} = {f'{self.first} + v < 0 ? {before} : {after}' if self.peel else after};")
             for x, name in out.values():
                 place = f"{w.names[x.buffer]} + {w.at_first(x.index, s.var, f'{self.i}_0')}"
                 some = f"rlx_put_inside<{self.size}>({place}, {name}, {self.first}, {self.extent});"
                 text = some if self.peel else f"rlx_put<{self.size}>({place}, {name});"
                 w.line(text if self.even else f"if ({self.first} < {self.extent}) {text}")
+
+
+class ScanDown:
+    """The same down columns: lanes of a warp have adjacent ones, `vector` each, and a thread has `rows` rows of them. Registers
+    keep its elements if it has all of these rows; the few threads where a column ends read them again."""
+
+    def __init__(self, writer: Any, s: Loop) -> None:
+        self.w, self.s, at = writer, s, writer.launch
+        (self.carry,), self.rows, self.size = s.carries, at.part // at.team, at.vector
+        assert isinstance(self.carry.next, Alu) and self.carry.added is not None
+        self.added, self.dtype, self.op = self.carry.added, self.carry.var.dtype.compute, self.carry.next.op
+        self.type, self.zero = writer.type(self.dtype), CUDA.literal(identity(self.op, self.dtype), self.dtype)
+        self.column, self.i, self.extent = writer.kernel.grid[-1][0], writer.name(s.var, "i"), writer.extent(s)
+        self.own, self.held = writer.fresh("s"), dict[int, str]()
+        self.even = s.var not in writer.limits and s.extent % at.part == 0
+        self.first = f"{writer.names[self.column]}{'_0' * (self.size > 1)}"
+
+    def write(self) -> None:
+        w, kind, own = self.w, f"rlx_several<{self.type}, {self.size}>", f"{self.own}[0].at[v]"
+        before = f"(rlx_index)part * {w.launch.part} + " if w.launch.parts > 1 else ""
+        with w.alone():
+            w.line(f"const rlx_index {self.i}_0 = {before}me * {self.rows};")
+            w.line(f"const bool whole = {'true' if self.even else f'{self.i}_0 + {self.rows} <= {self.extent}'};")
+            w.line(f"{kind} {self.own}[1], start, none;")
+            start = w.value(self.carry.init)
+            with w.scope(self.each_column(named=False)):
+                w.line(f"{own} = none.at[v] = {self.zero};")
+                w.line(f"start.at[v] = {start};")
+            packed = self.fetch()
+            self.twice(self.addends)
+            for name in packed:
+                w.line(f"rlx_again({name});")
+            sums = f"for (int v = 0; v < {self.size}; v++) c.at[v] = {self.sum('a.at[v]', 'b.at[v]')};"
+            function = f"[]({kind} a, {kind} b) -> {kind} {{ {kind} c; {sums} return c; }}"
+            w.line(f"all.scan({self.own}, start, none, {function});")
+            w.names[self.carry.var] = own
+            self.twice(self.elements)
+
+    def twice(self, body: Callable[[], None]) -> None:
+        """The rows of a thread: all of them, or those of the column."""
+        w, i = self.w, self.i
+        with w.scope(["if (whole) {", *self.each_row()], 2):
+            w.vector_loads = self.held
+            body()
+            w.vector_loads = {}
+        if not self.even:
+            with w.scope([f"else for (rlx_index {i} = {i}_0; {i} < {self.extent} && {i} < {i}_0 + {self.rows}; {i}++) {{"]):
+                body()
+
+    def each_row(self) -> list[str]:
+        lines = ["#pragma unroll", f"for (int n = 0; n < {self.rows}; n++) {{"]
+        return [*lines, f"const rlx_index {self.i} = {self.i}_0 + n;"]
+
+    def each_column(self, named: bool = True) -> list[str]:
+        lines = ["#pragma unroll", f"for (int v = 0; v < {self.size}; v++) {{"]
+        if self.size > 1 and named:
+            self.w.names[self.column] = name = self.w.fresh("g")
+            lines.append(f"const rlx_index {name} = {self.first} + v;")
+        return lines
+
+    def fetch(self) -> list[str]:
+        """Loads the elements in memory that both passes read into arrays; returns the names of those of whole words."""
+        w, s = self.w, self.s
+        found = {x: w.fresh("q") for x in walk((s.body, self.added)) if isinstance(x, Load) and _free(x, s)}
+        for x, name in found.items():
+            w.line(f"{CUDA.element(x.buffer.dtype)} {name}[{self.rows}][{self.size}];")
+        if found:
+            with w.scope(["if (whole) {", *self.each_row()], 2):
+                for x, name in found.items():
+                    place = f"{w.names[x.buffer]} + {w.at_first(x.index, self.column, self.first)}"
+                    w.line(f"rlx_fetch<{self.size}>({name}[n], {place});")
+        self.held = {id(x): f"{name}[n]" for x, name in found.items()}
+        return [name for x, name in found.items() if self.size > 1 and self.size * x.buffer.dtype.itemsize == 4]
+
+    def addends(self) -> None:
+        with self.w.scope(self.each_column()):
+            own = f"{self.own}[0].at[v]"
+            self.w.line(f"{own} = {self.sum(own, self.w.value(self.added))};")
+
+    def elements(self) -> None:
+        """The body of the loop for a row of this thread."""
+        w, s = self.w, self.s
+        out = {id(x): (x, w.fresh("o")) for x in stores(s.body, self.column, self.size)} if self.size > 1 else {}
+        for x, name in out.values():
+            w.line(f"{CUDA.element(x.buffer.dtype)} {name}[{self.size}];")
+        with w.scope(self.each_column()):
+            w.vector_stores = {n: name for n, (_, name) in out.items()}
+            w.block(s.body)
+            w.line(f"{self.own}[0].at[v] = {w.value(self.carry.next)};")
+            w.vector_stores = {}
+        for x, name in out.values():
+            w.line(f"rlx_put<{self.size}>({w.names[x.buffer]} + {w.at_first(x.index, self.column, self.first)}, {name});")
+
+    def sum(self, a: str, b: str) -> str:
+        return CUDA.apply(self.op, (a, b), self.dtype, self.dtype)
 
 
 def chosen(s: Loop) -> Expr | None:
@@ -154,6 +263,11 @@ def place(w: Any, s: Loop, test: Expr) -> None:
     w.names[carry.var] = total
 
 
+def _all_held(parts: object, held: Collection[int]) -> bool:
+    """Whether all accesses are `held` ones of registers."""
+    return all(id(x) in held for x in walk(parts) if isinstance(x, Load | Store))
+
+
 def _free(x: Load, s: Loop) -> bool:
     """True for an unconditional load from memory that depends on nothing that the body of `s` computes or writes."""
     own = {c.var for c in s.carries} | {y.var for y in nested(s.body) if isinstance(y, Let)}
@@ -167,4 +281,4 @@ def _free(x: Load, s: Loop) -> bool:
     )
 
 
-__all__ = ["Scan", "chosen", "place"]
+__all__ = ["Scan", "ScanDown", "chosen", "place"]

@@ -16,7 +16,7 @@ from operator import is_
 from rlx.backends.cuda.edges import cut_at_edges
 from rlx.backends.cuda.peel import Peel, peeled
 from rlx.backends.cuda.rows import Row, recomputed, row_loops, row_of
-from rlx.backends.cuda.vectors import BYTES, MOST, loads_ahead, lone, rows_last, width
+from rlx.backends.cuda.vectors import BYTES, MOST, loads, loads_ahead, lone, rows_last, width
 from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import long_sums
@@ -45,6 +45,7 @@ PACKED = (256, REGISTERS), (256, 40), (512, REGISTERS)  # threads of a block, an
 PART_LEAST = 4096  # elements of a row
 COLUMN_BYTES = 4 * PARTS[-1] * PART_WARPS * REGISTERS  # of a column that all parts keep
 FEW_LINES = 132  # rows: with as many, each block has one
+FEW_WARPS = 8  # whose lanes have adjacent columns: the last lanes may be idle if there are as many
 FEW_COLUMNS = 8  # of all lines: with fewer, the lanes of a warp would have nothing to do, and run along a line, too
 CLUSTER = 8  # blocks: as many as every GPU with clusters has
 SHORT = 16  # iterations that a thread does by itself
@@ -197,9 +198,13 @@ def apart(at: Launch, multiprocessors: int, most: int) -> int:
     return max(at.shared, (most + RESERVED) // (each + 1) if each < RESIDENT else 0)
 
 
+def as_loops(kernel: Kernel) -> Kernel:
+    """The kernel as loops, with vector loops moved into the grid."""
+    return _long_outside(_flattened(cut_at_edges(in_loops(without_contract(kernel), extremes=False), apart=False)))
+
+
 def launch(kernel: Kernel, clusters: bool = True) -> Launch:
-    """The mapping of a kernel as loops. `clusters`: the GPU has clusters of blocks."""
-    kernel = _long_outside(_flattened(cut_at_edges(in_loops(without_contract(kernel), extremes=False), apart=False)))
+    """The mapping of a kernel `as_loops`. `clusters`: the GPU has clusters of blocks."""
     if found := _running(kernel):
         return found
     if kernel.locals and _serial(kernel):
@@ -207,7 +212,7 @@ def launch(kernel: Kernel, clusters: bool = True) -> Launch:
     points = math.prod(n for _, n in kernel.grid)
     short = all(s.extent <= SHORT for s in _of_a_point(kernel.body)) and points >= MANY_POINTS
     loops, shared = row_loops(kernel), may_overlap(kernel)
-    if not short and loops and _lanes_down(kernel, loops) and (found := _in_parts(kernel, clusters, shared)):
+    if not short and loops and lanes_down(kernel, loops) and (found := _in_parts(kernel, clusters, shared)):
         return found
     if (warps := _warps(kernel)) > 1:
         return _with_memory(Launch(kernel, warps, warps * WARP, lanes=WARP))
@@ -266,14 +271,46 @@ def _running(kernel: Kernel) -> Launch | None:
         (kernel, peel), extent = found, extent + found[1].size - 1
     own = last.carries[0].var.dtype.compute.itemsize
     each = min((PART_BYTES << down) // max(2, *(x.buffer.dtype.itemsize for x in _memory_loads(last)), own // 2), 32)
+    vector = _beside(kernel, last) if down else 1
     each = each if down else min(each, 1 << (-(-extent // WARP) - 1).bit_length())
     team, most = (1, PART_WARPS) if down else (WARP, PART_THREADS)
     while team < most and team * each < extent:
         team *= 2
-    threads, parts = team * WARP if down else THREADS if team == WARP else team, -(-extent // (team * each))
-    lanes = WARP if down else 1
-    words = -(-own // 4) * lanes * (parts + -(-parts // team) + 1) + 1  # a total for each part and each group of parts
-    return _counted(Launch(kernel, team, threads, lanes=lanes, parts=parts, part=team * each, words=words, peel=peel))
+    parts = -(-extent // (team * each))
+    if parts > 1:
+        size = 1 if down else running_size(kernel.body[-1], peel, each)  # type: ignore[arg-type]
+        parts, each = _even_parts(extent, team, each, size, not peel and vector == 1)
+    threads, lanes = team * WARP if down else THREADS if team == WARP else team, WARP if down else 1
+    words = -(-own // 4) * vector * lanes * (parts + -(-parts // team) + 1) + 1  # totals of parts and of groups of parts
+    at = Launch(kernel, team, threads, lanes=lanes, vector=vector, parts=parts, part=team * each, words=words, peel=peel)
+    return _counted(at)
+
+
+def _beside(kernel: Kernel, s: Loop) -> int:
+    """Adjacent columns of a lane in a running total down columns: of 16-bit elements, a warp reads a whole line of the cache."""
+    (column, extent), (carry,) = kernel.grid[-1], s.carries
+    assert carry.added is not None
+    before, inside = (*kernel.body[:-1], carry.init), [x for x in walk((s.body, carry.added)) if isinstance(x, Load)]
+    size = 2 if {x.buffer.dtype.itemsize for x in inside} == {2} else 1
+    whole = size > 1 and extent % size == 0 and {*map(id, inside)} == {id(x) for x in loads(s.body, (carry.added,), column, size)}
+    points = math.prod(n for _, n in kernel.grid)
+    full = points % (size * WARP) == 0 or points >= FEW_WARPS * size * WARP if whole else False
+    return size if full and column not in walk(before) else 1
+
+
+def running_size(s: Loop, peel: Peel | None, each: int) -> int:
+    """Adjacent elements of a thread along a line, of the `each` that it has in all."""
+    added = s.carries[0].added
+    assert added is not None
+    return min(each, width(s.body, (added,), s.var, peel.whole if peel else s.extent))
+
+
+def _even_parts(extent: int, team: int, each: int, size: int, more: bool) -> tuple[int, int]:
+    """Parts of a line, and elements of a thread, about `each`, so that few threads are behind its end; `more` than that only if
+    there are registers. A part takes the time of an eighth of a vector besides."""
+    found = [(-(-extent // (team * n * size)), n) for n in range(max(1, each // size - 1), each // size + 1 + more)]
+    parts, _ = min(found, key=lambda x: x[0] * (x[1] + 1 / MOST))
+    return parts, -(-extent // (parts * team * size)) * size
 
 
 def _in_parts(kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]], packed: bool = False) -> Launch | None:
@@ -288,7 +325,7 @@ def _in_parts(kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]]
     tops = {s.buffer for s in kernel.body if isinstance(s, Store)}
     if any(kernel.buffers[written] in tops for _, written in shared):  # another block may read it later
         return None
-    extent, down = loops[0].extent, _lanes_down(kernel, loops)
+    extent, down = loops[0].extent, lanes_down(kernel, loops)
     near = PARTS[: PARTS.index(CLUSTER) + 1] if clusters and points * CLUSTER >= FEW_LINES else ()
     if packed:
         found = next(filter(None, (row_of(kernel, (team,), n, (1, *near), packed=True) for team, n in PACKED)), None)
@@ -349,7 +386,7 @@ def _warps(kernel: Kernel) -> int:
     shared = [s for s in _of_a_point(kernel.body) if s.extent >= WARP]
     if not shared or not kernel.grid or kernel.limits:
         return 1
-    if not _lanes_down(kernel, shared):
+    if not lanes_down(kernel, shared):
         return 1
     points = math.prod(n for _, n in kernel.grid)
     most = min(WARP, max(s.extent for s in shared) // PER_THREAD)
@@ -359,7 +396,7 @@ def _warps(kernel: Kernel) -> int:
     return wanted
 
 
-def _lanes_down(kernel: Kernel, loops: list[Loop]) -> bool:
+def lanes_down(kernel: Kernel, loops: list[Loop]) -> bool:
     """True if each lane of a warp should have a column."""
     return math.prod(n for _, n in kernel.grid) >= FEW_COLUMNS and _down(kernel, loops)
 

@@ -47,17 +47,17 @@ class StagedLaunch(Launch):
 def staged(kernel: Kernel) -> StagedLaunch | None:
     """The launch of a kernel of short rows; None: it is something else, or has vectors of its own."""
     kernel = in_loops(without_contract(kernel), extremes=False)
-    points, loops = math.prod(n for _, n in kernel.grid), row_loops(kernel)
-    reduced = [r for s in loops for r in s.reduces]
-    if not reduced or points < FEW or any(r.op in EXTREMES for r in reduced):
+    points, loops = math.prod(n for _, n in kernel.grid), row_loops(kernel, carries=True)
+    reduced, running = [r for s in loops for r in s.reduces], any(s.carries for s in loops)
+    if not (reduced or running) or points < FEW or any(r.op in EXTREMES for r in reduced):
         return None
     given, kernel = kernel, recomputed(kernel, narrow=False) or kernel
-    loops, extent = row_loops(kernel), loops[0].extent
+    loops, extent = row_loops(kernel, carries=True), loops[0].extent
     if kernel.locals or not all(isinstance(x, Store) for s in loops for x in s.body):
         return None
-    if extent <= SHORT and all(width(s.body, [r.value for r in s.reduces], s.var, extent) > 1 for s in loops):
+    if extent <= SHORT and not running and all(width(s.body, [r.value for r in s.reduces], s.var, extent) > 1 for s in loops):
         return None  # a thread reads its row in vectors
-    found = [[x for x in walk((s.body, s.reduces)) if _of_row(x, s.var, kernel, extent)] for s in loops]
+    found = [[x for x in walk(_parts(s)) if _of_row(x, s.var, kernel, extent)] for s in loops]
     order, own = list(enumerate(found)), dict[Buffer, Local]()
 
     def loop_of(kind: type[Load | Store], order: list[tuple[int, list[Load | Store]]]) -> dict[Buffer, int]:
@@ -65,7 +65,7 @@ def staged(kernel: Kernel) -> StagedLaunch | None:
         return {b: n for n, xs in order for x in xs if isinstance(x, kind) and isinstance(b := x.buffer, Buffer)}
 
     near = {id(x) for xs in found for x in xs}
-    apart = [(x, s.var) for s in loops for x in walk((s.body, s.reduces)) if isinstance(x, Load) and id(x) not in near]
+    apart = [(x, s.var) for s in loops for x in walk(_parts(s)) if isinstance(x, Load) and id(x) not in near]
     read, written = loop_of(Load, order), loop_of(Store, order[::-1])
     stored = {x.buffer for x in walk(kernel.body) if isinstance(x, Store)}
     fits = LEAST <= extent <= LONGEST if written else extent > SHORT  # a thread reads few elements of its own as fast
@@ -82,6 +82,10 @@ def staged(kernel: Kernel) -> StagedLaunch | None:
     kernel = replace(kernel, body=tuple(moved.get(id(s), s) for s in kernel.body), locals=tuple(own.values()))
     narrow = all(b.dtype.itemsize <= 2 for b in stored)
     return StagedLaunch(kernel, 1, THREADS, shared=shared, rows=rows, narrow=narrow, given=given)
+
+
+def _parts(s: Loop) -> tuple[object, ...]:
+    return s.body, s.reduces, tuple(c.next for c in s.carries)
 
 
 def _of_row(x: object, var: Var, kernel: Kernel, extent: int) -> bool:
@@ -131,7 +135,8 @@ def _moved(s: Loop, own: dict[Buffer, Local], found: list[Load | Store]) -> Loop
     for x in s.body:
         made = substitute(x, {}, memo)
         body.append(replace(made, buffer=own[x.buffer], index=s.var) if isinstance(x, Store) and id(x) in stores else made)  # type: ignore[index, call-overload]
-    return replace(s, body=tuple(body), reduces=substitute(s.reduces, {}, memo))
+    carries = tuple(replace(c, next=substitute(c.next, {}, memo)) for c in s.carries)
+    return replace(s, body=tuple(body), reduces=substitute(s.reduces, {}, memo), carries=carries)
 
 
 class StagedWriter(CudaWriter):

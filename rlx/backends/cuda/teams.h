@@ -70,6 +70,9 @@ template <int T> RLX_FN int rlx_chosen_before(int own, int& all) {
   return before;
 }
 
+/* Values of adjacent columns. */
+template <class T, int N> struct rlx_several { T at[N]; };
+
 /* The same where the threads of a team are the lanes of equal number of T warps. */
 template <int T, class V, class F> RLX_FN V rlx_reduce_down(V a, F op) {
   __shared__ V parts[T][32];
@@ -83,10 +86,10 @@ template <int T, class V, class F> RLX_FN V rlx_reduce_down(V a, F op) {
 }
 
 /* A line of which each of PARTS teams has a part. Each tells the others the total of its part, in words of 32 bits of a value and a
-   mark, and adds those of the parts before: of its group of T parts by a sum in a fixed order, of earlier groups as told by the last
+   mark, and adds those of the parts before: of its group of parts by a sum in a fixed order, of earlier groups as told by the last
    team of the group in front. Words are zero between launches. A block waits for blocks that started earlier only. */
 template <int T, int LANES, int PARTS> struct rlx_line {
-  static constexpr int WARPS = LANES > 1 ? T : T / 32;
+  static constexpr int WARPS = LANES > 1 ? T : T / 32, GROUP = LANES > 1 && PARTS > 4 * T ? 4 * T : T; /* parts of a group */
   unsigned long long* words; /* `size` of them, of which the last one counts the blocks that have heard all they need */
   int size, part;
   unsigned heard = 0; /* of thread 0: those before */
@@ -153,13 +156,14 @@ template <int T, int LANES, int PARTS> struct rlx_line {
   /* `start` and all earlier parts, where this one sums to `own`. */
   template <class V, class F> __device__ V before(V start, V own, V none, F op) {
     if (me() == 0) tell(part, own);
-    const int group = part / T, earlier = part % T;
-    V sum = me() < earlier ? hear<V>(group * T + me()) : none;
+    const int group = part / GROUP, earlier = part % GROUP;
+    V sum = none;
+    for (int slot = me(); slot < earlier; slot += T) sum = op(sum, hear<V>(group * GROUP + slot));
     if (group > 0) start = hear<V>(PARTS + group);
     sum = reduce(sum, op);
     leave();
     start = op(start, sum);
-    if (earlier == T - 1 && me() == 0) tell(PARTS + group + 1, op(start, own));
+    if (earlier == GROUP - 1 && me() == 0) tell(PARTS + group + 1, op(start, own));
     return start;
   }
 
@@ -310,18 +314,11 @@ template <int V, class E> RLX_FN void rlx_put(E* at, const E (&values)[V]) {
   }
 }
 
-/* Of V consecutive elements from element `first` of a line of `count` on: stores those in the line; clears the others, which are
-   few: so the program branches. */
+/* Stores those of V consecutive elements, from element `first` of a line of `count` on, that are in the line. */
 template <int V, class E> RLX_FN void rlx_put_inside(E* at, const E (&values)[V], rlx_index first, rlx_index count) {
   if (first >= 0 && first + V <= count) return rlx_put<V>(at, values);
   #pragma unroll
   for (int v = 0; v < V; v++) if (first + v >= 0 && first + v < count) at[v] = values[v];
-}
-template <int V, class E, class N> RLX_FN void rlx_clear_outside(E (&values)[V], N none, rlx_index first, rlx_index count) {
-  if (first >= 0 && first + V <= count) return;
-  asm volatile("" ::: "memory");
-  #pragma unroll
-  for (int v = 0; v < V; v++) if (first + v < 0 || first + v >= count) values[v] = none;
 }
 
 /* The first extreme element: its value and position, which may be negative. NaN beats every number. */
