@@ -30,7 +30,7 @@ from rlx.backends.cuda.replaced import ReplaceLaunch, ReplaceWriter, replacing
 from rlx.backends.cuda.scatter import ScatterLaunch, ScatterWriter, scattered
 from rlx.backends.cuda.schedule import LARGEST, MULTIPROCESSORS, Launch, TensorMap, launch
 from rlx.backends.cuda.segments import of_groups, segmented
-from rlx.backends.cuda.sorts import SortLaunch, SortWriter, sorted_rows
+from rlx.backends.cuda.sorts import DigitLaunch, DigitWriter, SortLaunch, SortWriter, sorted_rows
 from rlx.backends.cuda.staged import StagedLaunch, StagedWriter, staged
 from rlx.backends.cuda.tensor import TensorLaunch, on_tensor_cores
 from rlx.backends.cuda.tensor_writer import TensorWriter
@@ -153,7 +153,7 @@ def prologue(wide: bool) -> str:
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
     Launch: CudaWriter, TileLaunch: TileTransposer, FmaLaunch: FmaWriter,
     TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
-    StagedLaunch: StagedWriter, SortLaunch: SortWriter, ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter,
+    StagedLaunch: StagedWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter, ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter,
     GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter, RingLaunch: RingWriter, direct.DirectLaunch: direct.DirectWriter,
     attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,
 }  # fmt: skip

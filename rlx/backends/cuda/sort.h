@@ -154,16 +154,22 @@ template <class V> RLX_FN int rlx_split(const rlx_key<V>* a, int na, const rlx_k
   }
   return low;
 }
-/* Waits for the blocks of a line, `goal` of which have come here or earlier by then. */
-RLX_FN void rlx_meet(unsigned* counter, unsigned goal) {
+/* Tells the blocks of a line that this one has come here; waits until `goal` of them have, here or earlier. */
+RLX_FN void rlx_arrive(unsigned* counter) {
   __syncthreads();
+  if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+RLX_FN void rlx_await(const unsigned* counter, unsigned goal) {
   if (threadIdx.x == 0) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
     unsigned seen;
     do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
     while (seen < goal);
   }
   __syncthreads();
+}
+RLX_FN void rlx_meet(unsigned* counter, unsigned goal) {
+  rlx_arrive(counter);
+  rlx_await(counter, goal);
 }
 /* Sorts N keys by PARTS blocks, V runs of T * E of each: sort(first) leaves the run from `first` on sorted in `keys`, emit(first) gets that
    part of all of them there. Sorted runs are merged in pairs, from one half of `memory` into the other: a block finds which keys become
