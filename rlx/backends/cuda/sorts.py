@@ -17,7 +17,7 @@ PART_THREADS = (256, 512, 1024)  # of a block that has a part of a row
 ALONE = 4096  # elements that one block merges as fast as several, which would wait for each other
 FEW = 4  # blocks for each multiprocessor; with more, rows keep the GPU busy
 DIGIT_THREADS = 512  # of a block that sorts by digits, a multiple of the digits
-DIGIT_EACH = {2: 16, 4: 16, 8: 8}  # keys of a thread of so many bytes, at most
+DIGIT_EACH = {2: 14, 4: 12, 8: 8}  # keys of so many bytes of a thread, at most: more leave the registers
 DIGIT_LEAST = 4  # the same, at least: shorter runs of a digit would take as long
 TILE_LEAST = 2048  # elements: a block sorts as many by comparisons in the time of a few digits
 DIGIT_WORTH = 16_384  # elements of a few rows for each byte of a key, from which on blocks take less time for digits than for merges
@@ -78,8 +78,8 @@ def _by_digits(kernel: Kernel, sort: Sort, most: int, multiprocessors: int) -> D
         return DigitLaunch(kernel, team, team, _tile_bytes(key, each), each=each, key=key)
     at_once = min(2, (most + RESERVED) // (_tile_bytes(key, each) + 2 * RESERVED)) * multiprocessors
     tiles = -(-n // (team * each * at_once))
-    if tiles == 1:
-        each = max(DIGIT_LEAST, min(each, -(-n * rows // (team * at_once))))
+    lines = rows if tiles == 1 else 1  # that run at once
+    each = max(DIGIT_LEAST, min(each, -(-n * lines // (team * at_once * tiles))))
     part = tiles * team * each
     parts = -(-n // part)
     scratch, groups = (1 + (key > 2)) * part * (key + 4) + 4 * DIGITS, -(-parts // GROUP)
