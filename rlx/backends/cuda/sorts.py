@@ -1,5 +1,5 @@
-"""Sorts of rows. By comparisons: a warp sorts chunks in its registers, which the block merges in shared memory; several blocks have a
-long row, and merge their parts through global memory. Longer rows are sorted by the digits of their keys, by a block or several."""
+"""Sorts of rows. By comparisons: a warp sorts chunks in its registers, which the block merges in shared memory; several blocks
+have a long row, and merge their parts through global memory. Longer rows are sorted by the digits of keys, by a block or more."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.schedule import RESERVED, THREADS, WARP, Launch
+from rlx.ir.dtype import f32
 from rlx.ir.kernel import Kernel, Let, Load, Sort
 from rlx.records import record
 
@@ -17,10 +18,10 @@ PART_THREADS = (256, 512, 1024)  # of a block that has a part of a row
 ALONE = 4096  # elements that one block merges as fast as several, which would wait for each other
 FEW = 4  # blocks for each multiprocessor; with more, rows keep the GPU busy
 DIGIT_THREADS = 512  # of a block that sorts by digits, a multiple of the digits
-DIGIT_EACH = {2: 14, 4: 12, 8: 8}  # keys of so many bytes of a thread, at most: more leave the registers
+DIGIT_EACH = {2: 14, 4: 14, 8: 8}  # keys of so many bytes of a thread, at most: more leave the registers
 DIGIT_LEAST = 4  # the same, at least: shorter runs of a digit would take as long
 TILE_LEAST = 2048  # elements: a block sorts as many by comparisons in the time of a few digits
-DIGIT_WORTH = 16_384  # elements of a few rows for each byte of a key, from which on blocks take less time for digits than for merges
+DIGIT_WORTH = 16_384  # elements of all rows for each byte of a key, from which on a few rows take less time than by merges
 DIGIT_SCRATCH = 256 << 20  # bytes of global memory for rows that one block could sort without any
 DIGITS, GROUP, HEAD = 256, 16, 8  # as in radix.h
 
@@ -45,6 +46,10 @@ class DigitLaunch(SortLaunch):
     key: int = 4
     tiles: int = 1
 
+    @property
+    def waiting(self) -> int:
+        return self.parts if self.parts > 1 else 0
+
 
 def sorted_rows(kernel: Kernel, most: int, multiprocessors: int) -> SortLaunch | None:
     """`kernel` as a sort in at most so many bytes of shared memory of a block; None: it is none, or has longer rows."""
@@ -55,7 +60,7 @@ def sorted_rows(kernel: Kernel, most: int, multiprocessors: int) -> SortLaunch |
     if digits and digits.parts == 1:
         return digits
     if merged and last.n > ALONE and merged.blocks <= FEW * multiprocessors:
-        return digits if digits and last.n >= DIGIT_WORTH * digits.key else merged
+        return digits if digits and last.n * digits.lines >= DIGIT_WORTH * digits.key else merged
     if digits and digits.blocks * digits.scratch <= DIGIT_SCRATCH:
         return digits
     full = 1 << (last.n - 1).bit_length()
@@ -92,8 +97,9 @@ def _by_digits(kernel: Kernel, sort: Sort, most: int, multiprocessors: int) -> D
 
 def _key_bytes(sort: Sort) -> int:
     """16-bit floats in memory, and narrower ones, have keys of 16 bits."""
-    stored = sort.value.buffer.dtype if isinstance(sort.value, Load) else sort.value.dtype
-    return 2 if stored.is_float and stored.itemsize <= 2 else max(4, sort.value.dtype.compute.itemsize)
+    x, computed = sort.value, sort.value.dtype.compute
+    narrow = isinstance(x, Load) and x.buffer.dtype.is_float and x.buffer.dtype.itemsize <= 2
+    return 2 if narrow and computed == f32 else max(4, computed.itemsize)
 
 
 def _tile_bytes(key: int, each: int) -> int:
@@ -102,20 +108,16 @@ def _tile_bytes(key: int, each: int) -> int:
 
 
 def _in_parts(kernel: Kernel, sort: Sort, most: int, multiprocessors: int) -> SortLaunch | None:
-    """With as few threads for a part as let all parts of a row run at once, since they wait for each other. Of longer rows, the
-    largest blocks have several runs each."""
-    rows, itemsize, found = math.prod(n for _, n in kernel.grid), max(4, sort.value.dtype.compute.itemsize), None
+    """With as few threads for a part as let all parts of a row run at once, since they wait for each other."""
+    rows, itemsize = math.prod(n for _, n in kernel.grid), max(4, sort.value.dtype.compute.itemsize)
     for threads in PART_THREADS:
         run, key = threads * EACH, 2 * itemsize
-        runs, shared = -(-sort.n // run), (run + run // 8) * key
+        parts, shared = -(-sort.n // run), (run + run // 8) * key
         if threads * itemsize > MOST_BYTES or shared > most:
             break
-        each = -(-runs // multiprocessors)
-        scratch, parts = 2 * each * run * key, -(-runs // each)
-        found = SortLaunch(kernel, threads, threads, shared, scratch, 1, rows, parts=parts, part=each * run, adjacent=True)
-        if each == 1:
-            break
-    return found if sort.n < 1 << 30 else None
+        if parts <= multiprocessors:
+            return SortLaunch(kernel, threads, threads, shared, 2 * run * key, 1, rows, parts=parts, part=run, adjacent=True)
+    return None
 
 
 class SortWriter(CudaWriter):
@@ -147,7 +149,7 @@ class SortWriter(CudaWriter):
         with self.scope(["; const auto emit = [&](int first) {"]):
             self.put(value, order, "first", f"min({s.kept}, first + {run})")
         memory = f"(rlx_key<{value}>*)(rlx_scratch + (size_t)line * {at.parts * at.scratch})"
-        sizes = f"{at.team}, {at.each}, {at.parts}, {at.part // run}"
+        sizes = f"{at.team}, {at.each}, {at.parts}"
         self.line(f"; rlx_merge<{sizes}>(keys, {memory}, (int)part, rlx_counters + line, sort, emit);")
 
     def put(self, value: str, order: str, first: str, end: str) -> None:
@@ -170,8 +172,8 @@ class DigitWriter(SortWriter):
     def __init__(self, launch: DigitLaunch) -> None:
         super().__init__(launch)
         self.occupancy = f", {1024 // launch.threads}"
-        stored = self.launch.sort.value.buffer.dtype if launch.key == 2 else None  # type: ignore[union-attr]
-        self.half = stored is not None and stored.name != "bf16"  # keys are f16, in the upper half of a float
+        x = launch.sort.value
+        self.half = launch.key == 2 and isinstance(x, Load) and x.buffer.dtype.name != "bf16"  # in the upper half of a float
 
     def body(self) -> None:
         at, s = self.launch, self.launch.sort
@@ -193,9 +195,11 @@ class DigitWriter(SortWriter):
             if at.parts == 1:
                 self.line(f"; rlx_sort_tile<{sizes}, {order}>(tile, value, emit);")
             else:
+                sizes = f"{sizes}, {at.parts}, {at.tiles}, {order}"
                 memory, words = f"(size_t)line * {at.parts * at.scratch}", f"(size_t)line * {at.words}"
-                places = f"rlx_scratch + {memory}, (int)part, rlx_counters + {words}"
-                self.line(f"; rlx_sort_digits<{sizes}, {at.parts}, {at.tiles}, {order}>(tile, {places}, value, emit);")
+                self.line(f"; rlx_parted_sort<{sizes}> sort = {{tile, rlx_scratch + {memory}}};")
+                self.line(f"sort.counts = {{rlx_counters + {words}, (unsigned*)(sort.memory + sort.KEYS), (int)part}};")
+                self.line("sort.run(value, emit);")
 
 
 __all__ = ["DigitLaunch", "DigitWriter", "SortLaunch", "SortWriter", "sorted_rows"]
