@@ -272,19 +272,41 @@ def test_sums_by_index_keep_their_order(dims, chosen, axis):
 
 
 @on_gpu
-@pytest.mark.parametrize("dtype", ["f32", "f64", "bf16", "i8", "u32"])
+@pytest.mark.parametrize("dtype", ["f32", "f64", "f16", "bf16", "f8e4m3", "i8", "u32"])
 @pytest.mark.parametrize("descending", [False, True])
-def test_sorts_keep_values_and_the_order_of_equal_ones(dtype, descending):
+@pytest.mark.parametrize("dims", [(3, 1100), (3, 5000), (2, 150_000)])  # by comparisons; by digits: a block, several blocks
+def test_sorts_keep_values_and_the_order_of_equal_ones(dtype, descending, dims):
     rng = np.random.default_rng(0)
-    x = rng.integers(0, 120, (3, 1100)).astype(rlx.as_dtype(dtype).numpy)
+    x = rng.integers(0, 120, dims).astype(rlx.as_dtype(dtype).numpy)
     if rlx.as_dtype(dtype).is_float:
-        x[:, ::7], x[:, ::11], x[:, 5::13], x[1, ::50], x[0, :9] = 0.0, -0.0, -3.5, np.nan, -np.inf
+        least = -448 if dtype == "f8e4m3" else -np.inf
+        x[:, ::7], x[:, ::11], x[:, 5::13], x[1, ::50], x[0, :9] = 0.0, -0.0, -3.5, np.nan, least
     g = rlx.Graph("g")
     g.set_outputs(list(rlx.sort(g.input("x", x.shape, dtype), descending=descending)))
     for found, wanted in zip(rlx.Session("cuda").compile(g).run({"x": x}), evaluate(g, {"x": x})[0], strict=True):
         found, wanted = found.astype(np.float64), wanted.astype(np.float64)
         np.testing.assert_array_equal(found, wanted)
         assert (np.signbit(found) == np.signbit(wanted))[found == found].all()
+
+
+RANGES = {  # digits of numbers: all of them, one and a sign, none, some that are left out
+    "all": (-(2**63), 2**63 - 1), "a sign": (-4, 4), "more than a byte": (-129, 200), "one number": (-7, -6),
+    "far from zero": (2**40, 2**40 + 300),
+}  # fmt: skip
+
+
+@on_gpu
+@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize("dims", [(3, 3000), (300_001,), (2_500_000,)])  # a block, several blocks, several tiles of each
+def test_digits_that_are_the_same_in_all_numbers_are_left_out(name, dims):
+    x = np.random.default_rng(0).integers(*RANGES[name], dims)
+    g = rlx.Graph("g")
+    g.set_outputs(list(rlx.sort(g.input("x", x.shape, "i64"))))
+    compiled, order = rlx.Session("cuda").compile(g), np.argsort(x, axis=-1, kind="stable")
+    for _ in range(2):  # what the blocks have told one another is forgotten
+        found = compiled.run({"x": x})
+        np.testing.assert_array_equal(found[1], order)
+        np.testing.assert_array_equal(found[0], np.take_along_axis(x, order, -1))
 
 
 @on_gpu

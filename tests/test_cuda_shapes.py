@@ -15,7 +15,7 @@ from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.direct import DirectLaunch
 from rlx.backends.cuda.scatter import ScatterLaunch
 from rlx.backends.cuda.schedule import Launch
-from rlx.backends.cuda.sorts import SortLaunch
+from rlx.backends.cuda.sorts import DigitLaunch, SortLaunch
 from rlx.backends.cuda.tensor import TensorLaunch
 from rlx.backends.cuda.warps import WarpLaunch
 from rlx.compiler import lower
@@ -265,18 +265,38 @@ def test_results_do_not_take_the_memory_of_indices():
     assert isinstance(launch_of(made, "sm_90a"), ScatterLaunch) and may_overlap(made) == {(3, 0)}
 
 
-@pytest.mark.parametrize(
-    "length, dtype, parts, runs", [(40_000, "f32", 20, 1), (300_000, "i64", 74, 1), (2_000_000, "bf16", 123, 2)]
-)
-def test_blocks_merge_parts_of_long_rows(length, dtype, parts, runs):
+@pytest.mark.parametrize("length, dtype, parts", [(30_000, "f32", 15), (60_000, "i64", 30)])
+def test_blocks_merge_parts_of_long_rows(length, dtype, parts):
     found = launch_of(one(lambda g: rlx.sort(g.input("x", (2, length), dtype))[1]), "sm_90a")
-    assert isinstance(found, SortLaunch) and (found.parts, found.part // (found.team * found.each)) == (parts, runs)
+    assert type(found) is SortLaunch and (found.parts, found.part) == (parts, found.team * found.each)
     assert found.blocks == 2 * parts <= 2 * 132 and found.counters == 2 and cubin(text_of(found, "kernel"), "sm_90a")
 
 
-def test_many_rows_are_sorted_by_a_block_each():
-    found = launch_of(one(lambda g: rlx.sort(g.input("x", (500, 20_000), "f32"))[1]), "sm_90a")
-    assert isinstance(found, SortLaunch) and found.parts == 1
+DIGITS = {  # of each: bytes of a key, keys of a thread, tiles and blocks of a row
+    "a block": ((70, 3000), "f32", 4, 6, 1, 1), "two rows": ((2, 300_000), "i64", 8, 5, 1, 118),
+    "bytes": ((1_000_000,), "f8e4m3", 2, 8, 1, 245), "tiles": ((4_194_304,), "f32", 4, 11, 3, 249),
+    "many rows": ((500, 20_000), "f32", 4, 14, 1, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIGITS)
+def test_longer_rows_are_sorted_by_digits(name):
+    dims, dtype, *expected = DIGITS[name]
+    found = launch_of(one(lambda g: rlx.sort(g.input("x", dims, dtype))[1]), "sm_90a")
+    assert isinstance(found, DigitLaunch) and [found.key, found.each, found.tiles, found.parts] == expected
+    assert (found.parts - 1) * found.part < dims[-1] <= found.parts * max(found.part, found.team * found.each)
+    assert found.waiting == (found.parts if found.parts > 1 else 0) <= 2 * 132
+    for arch in ("sm_80", "sm_90a"):
+        assert cubin(text_of(found, "kernel"), arch)
+
+
+def test_blocks_that_sort_a_row_fit_at_once():
+    """On a GPU that has room for one on each multiprocessor, a row has no more parts than multiprocessors."""
+    made = one(lambda g: rlx.sort(g.input("x", (4_194_304,), "f32"))[1])
+    for arch, most in (("sm_86", 99 << 10), ("sm_80", 163 << 10), ("sm_90a", 227 << 10)):
+        found = launch_of(made, arch, multiprocessors=82)
+        room = (most + 1024) // (found.shared + 2048)
+        assert 0 < found.waiting <= min(2, room) * 82
 
 
 @on_gpu
@@ -293,7 +313,7 @@ def test_updates_by_index_keep_their_order(mode, places, chosen):
 
 
 @on_gpu
-@pytest.mark.parametrize("dims, dtype", [((2, 40_000), "f32"), ((300_000,), "i64"), ((1_541_299,), "f32")])
+@pytest.mark.parametrize("dims, dtype", [((2, 40_000), "f32"), ((30_000,), "i64"), ((1_541_299,), "f32")])
 def test_merged_parts_of_long_rows_keep_the_order_of_equal_ones(dims, dtype):
     x = np.random.default_rng(0).integers(-3000, 3000, dims).astype(dtype.replace("f", "float").replace("i", "int"))
     g = rlx.Graph("g")

@@ -157,10 +157,16 @@ class CudaBackend:
             )
         run = list(spaced(artifact.coded["steps"], count))
         most = {c.name: c.shared for c in (*artifact.codes, *sorted(run, key=lambda c: c.shared))}
-        images = [(c.cubin, c.name, max(c.shared, most[c.name])) for c in artifact.codes if c.cubin]
+        images = [(c.cubin, c.name, max(c.shared, most[c.name]), c.waiting > 0) for c in artifact.codes if c.cubin]
         carved = any(c.shared in (ALONE, LONG) for c in artifact.codes)
-        for image, name, shared in (*images, *((artifact.support, name, 0) for name in SUPPORT)):
-            functions[name] = memory.gpu.function(image, name, shared, functions, carved)
+        for image, name, shared, waits in (*images, *((artifact.support, name, 0, False) for name in SUPPORT)):
+            functions[name] = memory.gpu.function(image, name, shared, functions, carved or waits)
+        for code in (c for c in artifact.codes if c.waiting):
+            if (room := count * memory.gpu.resident(functions[code.name], code.threads, most[code.name])) < code.waiting:
+                raise DeviceUnavailableError(
+                    f"{artifact.program.name}: its blocks wait for one another, {code.waiting} of them, and "
+                    f"{memory.gpu.title} runs {room} at once: compile it for this GPU"
+                )
         for code in (c for c in run if c.table):
             room = memory.gpu.in_clusters(functions[code.name], code.threads, code.shared)
             if room is not None and room < code.blocks:

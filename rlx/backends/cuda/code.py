@@ -31,7 +31,7 @@ from rlx.backends.cuda.replaced import ReplaceLaunch, ReplaceWriter, replacing
 from rlx.backends.cuda.scatter import ScatterLaunch, ScatterWriter, scattered
 from rlx.backends.cuda.schedule import LARGEST, MULTIPROCESSORS, Launch, TensorMap, as_loops, launch
 from rlx.backends.cuda.segments import of_groups, segmented
-from rlx.backends.cuda.sorts import SortLaunch, SortWriter, sorted_rows
+from rlx.backends.cuda.sorts import DigitLaunch, DigitWriter, SortLaunch, SortWriter, sorted_rows
 from rlx.backends.cuda.staged import StagedLaunch, StagedWriter, staged
 from rlx.backends.cuda.tensor import TensorLaunch, on_tensor_cores
 from rlx.backends.cuda.tensor_writer import TensorWriter
@@ -52,7 +52,7 @@ class CudaCode:
     """One launch: its CUDA C++, its cubin, and how it is launched. `more`: for each of its kernels, arguments behind the buffers.
     `early`: buffers that the last one reads before earlier launches of the run end, if none of them writes these. `experts`: the
     buffer with a matrix for each group, which may be in two tiers (experts.py). `table`, `direct`, `words`: of a chain
-    (chain_writer.ChainText), which finds its operands by a table in device memory."""
+    (chain_writer.ChainText), which finds its operands by a table in device memory. `waiting`: as of its Launch."""
 
     name: str
     text: str
@@ -70,6 +70,7 @@ class CudaCode:
     table: tuple[tuple[int, int], ...] = ()
     direct: tuple[int, ...] = ()
     words: int = 0
+    waiting: int = 0
 
     @property
     def held(self) -> int:
@@ -79,7 +80,7 @@ class CudaCode:
     def described(self) -> list[Any]:
         """All but the text and the cubin, for JSON."""
         maps = [[m.argument, m.offset, m.dtype, m.dims, m.strides, m.box] for m in self.maps]
-        sizes = [self.blocks, self.threads, self.shared, self.scratch, self.counters]
+        sizes = [self.blocks, self.threads, self.shared, self.scratch, self.counters, self.waiting]
         chained = [[n for entry in self.table for n in entry], self.direct, self.words]
         return [self.name, sizes, self.more, maps, self.early, self.stages, self.experts, chained]
 
@@ -87,7 +88,7 @@ class CudaCode:
     def read(row: Any, cubin: bytes) -> CudaCode:
         """From `described`. ValueError, TypeError: the row is no such thing."""
         name, sizes, more, maps, early, stages, experts, (table, direct, words) = row
-        blocks, threads, shared, scratch, counters = whole(sizes)
+        blocks, threads, shared, scratch, counters, *waiting = whole(sizes)  # none in files of earlier versions
         tensors = [
             TensorMap(whole([n])[0], whole([first])[0], dtype, tuple(whole(dims)), tuple(whole(strides)), tuple(whole(box)))
             for n, first, dtype, dims, strides, box in maps
@@ -97,7 +98,7 @@ class CudaCode:
             raise ValueError(f"{str(row)[:80]} describes no kernel")
         entries = tuple(zip(whole(table[::2]), whole(table[1::2]), strict=True))
         chained = entries, tuple(whole(direct)), *whole([words])
-        known = names, tuple(tensors), tuple(whole(early)), tuple(whole(stages)), tuple(whole(experts)), *chained
+        known = names, tuple(tensors), tuple(whole(early)), tuple(whole(stages)), tuple(whole(experts)), *chained, *waiting
         return CudaCode(name, "", cubin, blocks, threads, shared, scratch, counters, *known)
 
 
@@ -157,7 +158,8 @@ def prologue(wide: bool) -> str:
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
     Launch: CudaWriter, ColumnsLaunch: ColumnsWriter, TileLaunch: TileTransposer, FmaLaunch: FmaWriter,
     TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
-    StagedLaunch: StagedWriter, SortLaunch: SortWriter, ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter,
+    StagedLaunch: StagedWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter,
+    ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter,
     GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter, RingLaunch: RingWriter, direct.DirectLaunch: direct.DirectWriter,
     attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,
 }  # fmt: skip
@@ -226,6 +228,7 @@ def compile_kernels(
         return CudaCode(
             name, text, cubin(text, arch), at.blocks, at.threads, at.shared, at.scratch, at.counters,
             (tuple(arguments_of(at)),), at.maps, early_of(at), experts=(kernel.buffers.index(s.weights),) if s else (),
+            waiting=at.waiting,
         )
 
     def together(name: str, stages: Kernels) -> CudaCode:

@@ -397,6 +397,11 @@ class Gpu:
         config.attrs, config.numAttrs = [attribute], 1
         return width * check(d.cuOccupancyMaxActiveClusters(function, config), doing)
 
+    def resident(self, function: Any, threads: int, shared: int) -> int:
+        """Blocks of a kernel that a multiprocessor runs at once."""
+        room = self.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared)
+        return check(room, "looking for room for a kernel")
+
     def _unload(self, module: Any) -> None:
         with self.at_the_end(wait=True):  # for launches of its kernels
             self.driver.cuModuleUnload(module)

@@ -164,6 +164,11 @@ class Launch:
         return self.lines * self.parts
 
     @property
+    def waiting(self) -> int:
+        """Blocks that wait for one another, if the GPU must have room for more than one on each multiprocessor."""
+        return 0
+
+    @property
     def maps(self) -> tuple[TensorMap, ...]:
         """Tensors that the kernel copies in bulk: their descriptors are its first arguments."""
         return ()

@@ -154,69 +154,71 @@ template <class V> RLX_FN int rlx_split(const rlx_key<V>* a, int na, const rlx_k
   }
   return low;
 }
-/* Waits for the blocks of a line, `goal` of which have come here or earlier by then. */
-RLX_FN void rlx_meet(unsigned* counter, unsigned goal) {
+/* Tells the blocks of a line that this one has come here; waits until `goal` of them have, here or earlier. */
+RLX_FN void rlx_arrive(unsigned* counter) {
   __syncthreads();
+  if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+RLX_FN void rlx_await(const unsigned* counter, unsigned goal) {
   if (threadIdx.x == 0) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
     unsigned seen;
     do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
     while (seen < goal);
   }
   __syncthreads();
 }
-/* Sorts N keys by PARTS blocks, V runs of T * E of each: sort(first) leaves the run from `first` on sorted in `keys`, emit(first) gets that
+RLX_FN void rlx_meet(unsigned* counter, unsigned goal) {
+  rlx_arrive(counter);
+  rlx_await(counter, goal);
+}
+/* Sorts N keys by PARTS blocks, a run of T * E of each: sort(first) leaves the run from `first` on sorted in `keys`, emit(first) gets that
    part of all of them there. Sorted runs are merged in pairs, from one half of `memory` into the other: a block finds which keys become
    its part of a run, and each thread E of these. `counter` is zero before and after. */
-template <int T, int E, int PARTS, int V, class K, class S, class F>
+template <int T, int E, int PARTS, class K, class S, class F>
 RLX_FN void rlx_merge(K* keys, K* memory, int part, unsigned* counter, S sort, F emit) {
-  constexpr int C = T * E, ALL = PARTS * V * C;
+  constexpr int C = T * E, ALL = PARTS * C;
   __shared__ int split[2];
-  const int me = threadIdx.x;
+  const int me = threadIdx.x, own = part * C;
   K *from = memory, *to = memory + ALL;
   const auto put = [&](K* at) {
     for (int n = me; n < C; n += T) at[n] = keys[rlx_spread(n)];
     __syncthreads();
   };
-  for (int u = 0; u < V; u++) {
-    sort((part * V + u) * C);
-    put(from + (part * V + u) * C);
-  }
+  sort(own);
+  put(from + own);
   unsigned meetings = 0;
   for (int run = C; run < ALL; run *= 2) {
     rlx_meet(counter, ++meetings * PARTS);
-    for (int u = 0; u < V; u++) {
-      const int own = (part * V + u) * C, base = own / (2 * run) * 2 * run, first = own - base, left = ALL - base;
-      const int na = run < left ? run : left, nb = 2 * run < left ? run : left - na;
-      const K *a = from + base, *b = a + na;
-      if (me < 64) {
-        const int found = rlx_split(a, na, b, nb, first + me / 32 * C);
-        if (me % 32 == 0) split[me / 32] = found;
-      }
-      __syncthreads();
-      const int start = split[0], mine = split[1] - start;
-      for (int n = me; n < C; n += T) keys[rlx_spread(n)] = rlx_far_key(n < mine ? a + start + n : b + first - start + n - mine);
-      __syncthreads();
-      int low = me * E > C - mine ? me * E - (C - mine) : 0, high = me * E < mine ? me * E : mine;
-      while (low < high) {
-        const int at = (low + high) / 2;
-        if (keys[rlx_spread(at)] < keys[rlx_spread(mine + me * E - 1 - at)]) low = at + 1;
-        else high = at;
-      }
-      K k[E];
-      int other = mine + me * E - low;
-      #pragma unroll
-      for (int e = 0; e < E; e++) {
-        const bool less = other >= C || (low < mine && keys[rlx_spread(low)] < keys[rlx_spread(other)]);
-        k[e] = keys[rlx_spread(less ? low++ : other++)];
-      }
-      __syncthreads();
-      #pragma unroll
-      for (int e = 0; e < E; e++) keys[rlx_spread(me * E + e)] = k[e];
-      __syncthreads();
-      if (2 * run < ALL) put(to + own);
-      else emit(own), __syncthreads();
+    const int base = own / (2 * run) * 2 * run, first = own - base, left = ALL - base;
+    const int na = run < left ? run : left, nb = 2 * run < left ? run : left - na;
+    const K *a = from + base, *b = a + na;
+    if (me < 64) {
+      const int found = rlx_split(a, na, b, nb, first + me / 32 * C);
+      if (me % 32 == 0) split[me / 32] = found;
     }
+    __syncthreads();
+    const int start = split[0], mine = split[1] - start;
+    for (int n = me; n < C; n += T) keys[rlx_spread(n)] = rlx_far_key(n < mine ? a + start + n : b + first - start + n - mine);
+    __syncthreads();
+    int low = me * E > C - mine ? me * E - (C - mine) : 0, high = me * E < mine ? me * E : mine;
+    while (low < high) {
+      const int at = (low + high) / 2;
+      if (keys[rlx_spread(at)] < keys[rlx_spread(mine + me * E - 1 - at)]) low = at + 1;
+      else high = at;
+    }
+    K k[E];
+    int other = mine + me * E - low;
+    #pragma unroll
+    for (int e = 0; e < E; e++) {
+      const bool less = other >= C || (low < mine && keys[rlx_spread(low)] < keys[rlx_spread(other)]);
+      k[e] = keys[rlx_spread(less ? low++ : other++)];
+    }
+    __syncthreads();
+    #pragma unroll
+    for (int e = 0; e < E; e++) keys[rlx_spread(me * E + e)] = k[e];
+    __syncthreads();
+    if (2 * run < ALL) put(to + own);
+    else emit(own), __syncthreads();
     K* const next = from;
     from = to, to = next;
   }
