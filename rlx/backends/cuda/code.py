@@ -25,6 +25,7 @@ from rlx.backends.cuda.gemv_blocks import BlocksLaunch, of_blocks
 from rlx.backends.cuda.gemv_ring import RingLaunch, RingWriter, ring_of
 from rlx.backends.cuda.gemv_writer import BlocksWriter
 from rlx.backends.cuda.groups import Group, Stages, grouped, may_join
+from rlx.backends.cuda.patched import PatchLaunch, PatchWriter, patched
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
 from rlx.backends.cuda.replaced import ReplaceLaunch, ReplaceWriter, replacing
 from rlx.backends.cuda.scatter import ScatterLaunch, ScatterWriter, scattered
@@ -127,7 +128,8 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
         return found
     if has_tiles(kernel) and sums is None:
         return tiled(kernel)
-    loops = sorted_rows(kernel, most, multiprocessors) or replacing(kernel) or scattered(kernel) or staged(sums or kernel)
+    updates = replacing(kernel) or patched(kernel) or scattered(kernel)
+    loops = sorted_rows(kernel, most, multiprocessors) or updates or staged(sums or kernel)
     return loops or in_tiles(launch(sums or kernel, clusters=capability >= 90))
 
 
@@ -154,8 +156,9 @@ WRITERS: dict[type[Launch], type[CudaWriter]] = {
     Launch: CudaWriter, TileLaunch: TileTransposer, FmaLaunch: FmaWriter,
     TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
     StagedLaunch: StagedWriter, SortLaunch: SortWriter, ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter,
-    GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter, RingLaunch: RingWriter, direct.DirectLaunch: direct.DirectWriter,
-    attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,
+    PatchLaunch: PatchWriter, GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter, RingLaunch: RingWriter,
+    direct.DirectLaunch: direct.DirectWriter, attention.AttentionLaunch: attention.AttentionWriter,
+    flash.FlashLaunch: flash.FlashWriter,
 }  # fmt: skip
 
 
