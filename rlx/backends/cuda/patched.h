@@ -17,10 +17,9 @@ RLX_FN void rlx_patch(E* out, int picks, bool stays, F old, I inside, A at, L lo
   E kept[TURN][V];
   const auto is = [](const unsigned* bits, int n) { return bits[n / 32] >> n % 32 & 1; };
   const auto element = [&](int turn, int n) { return ((turn * TURN + n) * T + (int)threadIdx.x) * V; };
-  const auto load = [&](int turn) {
+  const auto load = [&](int turn) { /* without a branch: the first elements of the tensor in place of those that it has not */
     #pragma unroll
-    for (int n = 0; n < TURN; n++)
-      if (const int e = element(turn, n); !stays && inside(e + V - 1)) old(at(e), kept[n]);
+    for (int n = 0; n < TURN && !stays; n++) old(inside(element(turn, n) + V - 1) ? at(element(turn, n)) : 0, kept[n]);
   };
   load(0); /* on its way while the picks are looked at */
   for (int n = threadIdx.x; n < WORDS; n += T) hit[n] = twice[n] = 0;
