@@ -1,4 +1,5 @@
-"""Scatters on a GPU. Of few updates a line, the kernel in which each place looks at all updates, interpreted, against numpy."""
+"""Scatters on a GPU. Of few updates a line, the kernel in which each place looks at all updates, interpreted, against numpy; how
+other scatters are done, and on a GPU their results."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import rlx
 from rlx.backends.cuda.backend import target
 from rlx.backends.cuda.code import launch_of, text_of
 from rlx.backends.cuda.gpu import refusal
+from rlx.backends.cuda.patched import PatchLaunch
 from rlx.backends.cuda.replaced import ReplaceLaunch
 from rlx.backends.cuda.scatter import FEW_PICKS, MARKS, ScatterLaunch, scatter_of
 from rlx.backends.ref.interpret import run_kernel
@@ -32,10 +34,11 @@ CASES = [
 
 
 def kernel_of(dims: tuple[int, ...], axis: int, count: int, mode: str, dtype: str) -> Kernel:
-    some = (*dims[:axis], count, *dims[axis + 1 :])
+    """`mode` "rows": sums by the same indices for all lines."""
+    some, rows = (*dims[:axis], count, *dims[axis + 1 :]), mode == "rows"
     g = rlx.Graph("scatter")
-    x, at, u = g.input("x", dims, dtype), g.input("at", some, "i64"), g.input("u", some, dtype)
-    g.set_outputs([rlx.scatter_elements(x, at, u, axis=axis, mode=mode)])
+    x, at, u = g.input("x", dims, dtype), g.input("at", (count,) if rows else some, "i64"), g.input("u", some, dtype)
+    g.set_outputs([rlx.scatter_add(x, at, u, axis=axis) if rows else rlx.scatter_elements(x, at, u, axis=axis, mode=mode)])
     (step,) = lower(g, target("sm_90a"), rlx.CompileOptions()).steps
     return step.kernel
 
@@ -100,8 +103,8 @@ def test_nothing_is_scattered_into_nothing(dims: tuple[int, ...], count: int) ->
 
 def test_blocks_share_lines_with_indices_of_their_own() -> None:
     pytest.importorskip("cuda.core")
-    found = launch_of(kernel_of((4, 1, 1 << 20), 2, 768, "add", "f32"))
-    assert isinstance(found, ScatterLaunch) and found.blocks == 4 * 512 and found.groups == found.vector == 1
+    found = launch_of(kernel_of((4, 1, 1 << 17), 2, 1 << 15, "add", "f32"))
+    assert isinstance(found, ScatterLaunch) and found.blocks == 4 * 128 and found.groups == found.vector == 1
     for arch in ("sm_90a", "sm_100"):
         (report,) = reports(text_of(found, "kernel"), arch).values()
         assert not found.words_each and not report.spilled
@@ -132,6 +135,102 @@ def test_the_last_of_updates_that_replace_is_found_by_words(dims: tuple[int, ...
 def test_more_places_than_words_are_not_replaced_by_them() -> None:
     assert isinstance(launch_of(kernel_of((MARKS,), 0, 5000, "replace", "f32")), ReplaceLaunch)
     assert isinstance(launch_of(kernel_of((MARKS + 1,), 0, 5000, "replace", "f32")), ScatterLaunch)
+
+
+FEW = [
+    ((1_000_003,), 0, 300), ((9, 70_001), 1, 90), ((3, 90_000, 5), 1, 700), ((5000, 232), 0, 200), ((5000, 233), 0, 200),
+    ((2, 3000, 37, 8), 1, 70), ((500, 3000), 1, 9),
+]  # fmt: skip
+ROWS = [((600_001, 4), 0, 300), ((8, 64, 2331), 0, 2), ((40_000, 33), 0, 9), ((12, 40_000, 3), 1, 50)]
+
+
+def patched(dims: tuple[int, ...], axis: int, count: int, mode: str = "add", dtype: str = "bf16") -> PatchLaunch:
+    found = launch_of(kernel_of(dims, axis, count, mode, dtype))
+    assert isinstance(found, PatchLaunch) and found.patch
+    p, elements = found.patch, math.prod(dims)
+    assert p.inner == math.prod(dims[axis + 1 :])
+    columns = -(-p.inner // p.columns) if p.columns else 1
+    rows = elements // p.inner // dims[axis] * -(-dims[axis] // (p.size // p.columns)) if p.columns else -(-elements // p.size)
+    assert found.blocks == columns * rows
+    return found
+
+
+def test_few_updates_of_a_large_tensor_patch_a_copy() -> None:
+    """Tiles are flat where lines are adjacent. Of other lines with indices of their own, a tile has few, and looks at theirs."""
+    patch = patched((5_000_000, 4), 0, 300).patch
+    assert patch and patch.columns == 0 and patch.picks == 300 * 4
+    patch = patched((1024, 8192), 1, 8).patch
+    assert patch and patch.columns == 0 and patch.picks <= 3 * 8
+    for dims in ((34505, 232), (2, 4096, 37, 8)):
+        patch = patched(dims, dims.index(max(dims)), 160, "replace").patch
+        assert patch and patch.columns in (32, 64) and patch.picks == 160 * patch.columns
+
+
+@pytest.mark.parametrize(
+    "dims, count, vector", [((1 << 24,), 28, 1), ((2_000_000, 4), 318, 4), ((8, 512, 1167), 2, 8), ((40_000, 33), 9, 1)]
+)
+def test_rows_of_updates_are_read_in_vectors(dims: tuple[int, ...], count: int, vector: int) -> None:
+    pytest.importorskip("cuda.core")
+    found = patched(dims, 0, count, "rows")
+    assert found.vector == vector and found.patch and found.patch.picks == count
+    text = text_of(found, "kernel")
+    assert "rlx_patch<" in text and "stays = (const void*)b3 == (const void*)b0;" in text, "the result may have the memory of x"
+    for arch in ("sm_80", "sm_90a", "sm_100"):
+        (report,) = reports(text, arch).values()
+        assert not report.stack and not report.spilled
+
+
+def test_updates_whose_results_are_compared_on_a_gpu_are_patched() -> None:
+    assert all(patched(*case, mode, "f32") for case in FEW for mode in ("add", "max"))
+    assert all(patched(*case, "rows", dtype) for case in ROWS for dtype in ("f32", "bf16", "i8"))
+
+
+def test_tensors_that_are_small_or_have_many_updates_are_not_patched() -> None:
+    for dims, count in (((30_000,), 20), ((1 << 22,), 1 << 20), ((16, 1 << 18), 8)):
+        assert not isinstance(launch_of(kernel_of(dims, 0, count, "add", "f32")), PatchLaunch)
+    g = rlx.Graph("scatter")
+    x, at, u = g.input("x", (1 << 22,), "f32"), g.input("at", (4, 30), "i64"), g.input("u", (4, 30), "f32")
+    g.set_outputs([rlx.scatter_elements(rlx.broadcast_to(x, dims=(4, 1 << 22)), at, u, axis=1)])
+    (step,) = lower(g, target("sm_90a"), rlx.CompileOptions()).steps
+    assert not isinstance(launch_of(step.kernel), PatchLaunch), "it starts from a tensor of another layout"
+
+
+
+@on_gpu
+@pytest.mark.parametrize("dims, axis, count", FEW)
+@pytest.mark.parametrize("mode", ["replace", "add", "max"])
+def test_patches_are_made_in_order(dims: tuple[int, ...], axis: int, count: int, mode: str) -> None:
+    """Random numbers, so that another order of sums shows; of copies, and of results in the memory of what they start from. Of
+    other than random indices, a tile has more updates than a block keeps: of few places, of one, or one for each."""
+    some, rng = (*dims[:axis], count, *dims[axis + 1 :]), np.random.default_rng(0)
+    g = rlx.Graph("scatter")
+    x, at, u = g.input("x", dims, "f32"), g.input("i", some, "i64"), g.input("u", some, "f32")
+    g.set_outputs([rlx.scatter_elements(base, at, u, axis=axis, mode=mode) for base in (x, x * 2.0)])
+    given: dict[str, np.ndarray] = {n: rng.standard_normal(d).astype(np.float32) for n, d in (("x", dims), ("u", some))}
+    along = np.arange(count).reshape([-1 if n == axis else 1 for n in range(len(dims))])
+    compiled, cpu = rlx.Session("cuda").compile(g), rlx.Session("cpu").compile(g)
+    indices = [rng.integers(0, most, some) for most in (dims[axis], count, 1)]
+    for given["i"] in (*indices, np.broadcast_to(along, some).copy()):
+        for found, wanted in zip(compiled.run(given), cpu.run(given)):
+            np.testing.assert_array_equal(found, wanted)
+
+
+@on_gpu
+@pytest.mark.parametrize("dims, axis, count", ROWS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "i8"])
+def test_rows_are_patched_in_order(dims: tuple[int, ...], axis: int, count: int, dtype: str) -> None:
+    """With indices of which several are the same; into a tensor, and into zeros."""
+    some, rng, kind = (*dims[:axis], count, *dims[axis + 1 :]), np.random.default_rng(0), rlx.as_dtype(dtype).numpy
+    g = rlx.Graph("scatter")
+    x, at, u = g.input("x", dims, dtype), g.input("i", (count,), "i64"), g.input("u", some, dtype)
+    g.set_outputs([rlx.scatter_add(base, at, u, axis=axis) for base in (x, rlx.broadcast_to(rlx.constant(0, dtype), dims=dims))])
+    given: dict[str, np.ndarray] = {n: (4 * rng.standard_normal(d)).astype(kind) for n, d in (("x", dims), ("u", some))}
+    given["i"] = rng.integers(0, max(1, dims[axis] // 400), count)
+    compiled, cpu = rlx.Session("cuda").compile(g), rlx.Session("cpu").compile(g)
+    for found, wanted in zip(compiled.run(given), cpu.run(given)):
+        np.testing.assert_array_equal(found.astype(np.float64), wanted.astype(np.float64))
+    with pytest.raises(rlx.RlxError, match="out of range"):
+        compiled.run({**given, "i": np.full(count, dims[axis])})
 
 
 @on_gpu

@@ -26,6 +26,7 @@ from rlx.backends.cuda.gemv_blocks import BlocksLaunch, of_blocks
 from rlx.backends.cuda.gemv_ring import RingLaunch, RingWriter, ring_of
 from rlx.backends.cuda.gemv_writer import BlocksWriter
 from rlx.backends.cuda.groups import Group, Stages, grouped, may_join
+from rlx.backends.cuda.patched import PatchLaunch, PatchWriter, patched
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
 from rlx.backends.cuda.replaced import ReplaceLaunch, ReplaceWriter, replacing
 from rlx.backends.cuda.scatter import ScatterLaunch, ScatterWriter, scattered
@@ -129,8 +130,8 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
         return found
     if has_tiles(kernel) and sums is None:
         return tiled(kernel)
-    loops = sorted_rows(kernel, most, multiprocessors) or replacing(kernel) or scattered(kernel) or staged(sums or kernel)
-    if loops:
+    updates = replacing(kernel) or patched(kernel) or scattered(kernel)
+    if loops := sorted_rows(kernel, most, multiprocessors) or updates or staged(sums or kernel):
         return loops
     kernel, clusters = as_loops(sums or kernel), capability >= 90
     return columns(kernel, clusters) or in_tiles(launch(kernel, clusters))
@@ -159,7 +160,7 @@ WRITERS: dict[type[Launch], type[CudaWriter]] = {
     Launch: CudaWriter, ColumnsLaunch: ColumnsWriter, TileLaunch: TileTransposer, FmaLaunch: FmaWriter,
     TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
     StagedLaunch: StagedWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter,
-    ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter,
+    ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter, PatchLaunch: PatchWriter,
     GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter, RingLaunch: RingWriter, direct.DirectLaunch: direct.DirectWriter,
     attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """Updates of indexed destinations, such as sums: a block owns some destinations and finds the indices that select them, in
 order; its threads keep their results in registers. Other ways: each destination looks at all of a few updates; of updates that
-replace what is there, the last one for each destination is found first (replaced.py)."""
+replace what is there, the last one for each destination is found first (replaced.py); a tensor with few updates is copied, and
+patched (patched.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from rlx.backends.cuda.render import WIDE, CudaWriter
 from rlx.backends.cuda.schedule import SHARED_BYTES, WARP, Launch
-from rlx.backends.cuda.vectors import width
+from rlx.backends.cuda.vectors import BYTES, width
 from rlx.ir.nest import substitute
 from rlx.ir.overlap import may_overlap
 from rlx.records import record
@@ -40,6 +41,15 @@ APART = 2  # times as long, where elements of a line are not adjacent
 TOGETHER = 528  # blocks that work at once
 WORDS, WORD = 4, 2e-5  # of a launch with words, and of an update
 PLACE = 5e-6  # of a place, in each way
+# The same of copies that are patched, from the work that they do: not measured
+PATCH, TILE, LOOKED = 3, 1.5e-3, 2e-6  # of one, of each tile, and of each index that a block looks at
+FAR_UPDATE, NEAR_UPDATE = 2e-5, 3e-6  # of each element, or adjacent ones, that updates combine; of each vector of these
+SPARSE = 8  # places for each update of lines with indices of their own
+COPIED = 3.5e6  # bytes in 1 µs
+PATCHED, MOSTLY = 1 << 20, 2  # bytes that are worth it; times as long as the copy alone, of one that is chosen unseen
+TILES, WAVE = (1 << 13, 1 << 14, 1 << 15, 1 << 16), 132  # bytes of a tile; tiles that the last multiprocessors wait for
+ACROSS = 64, 128  # bytes of a row of a tile, where lines have indices of their own
+TILE_ROOM = 2048  # updates of a tile whose places and numbers a block keeps
 COMBINED = ("add", "mul", "max", "min")
 
 
@@ -117,18 +127,88 @@ def _loaded(e: Expr) -> set[object]:
     return {x.buffer for x in walk(e) if isinstance(x, Load)}
 
 
+@record
+class Patch:
+    """Tiles of a tensor that is copied: `size` elements that are adjacent, or in rows of `columns`, if not 0. Adjacent places are
+    `inner` elements apart. `picks`: indices that a tile looks at, at most. `copy`: µs of the copy alone, of `time`."""
+
+    size: int
+    columns: int
+    inner: int
+    picks: int
+    tiles: int
+    copy: float
+    time: float
+
+
+@kept
+def patch_of(kernel: Kernel) -> Patch | None:
+    """The best tiles of a scatter as a copy with few updates; None: it is small, starts neither from a tensor of its layout nor
+    from one number, or has too many updates."""
+    found = scatter_of(kernel)
+    total, each = (found.last.buffer.size, found.last.buffer.dtype.itemsize) if found else (0, 0)
+    if not found or total * each < PATCHED or total >= WIDE // 2 or not (inner := _inner(kernel, found)):
+        return None
+    if not found.of_all and found.count * SPARSE > found.end.extent:
+        return None
+    line, updates = found.end.extent * inner, found.count * total // found.end.extent
+    vector, copy, updated = BYTES // each, 2 * total * each / COPIED, updates * FAR_UPDATE
+    if found.of_all:
+        updated = updates / inner * FAR_UPDATE + updates / math.gcd(vector, inner) * NEAR_UPDATE
+
+    def of(size: int, columns: int) -> Patch:
+        if columns:
+            picks, tiles = found.count * columns, total // line * -(-found.end.extent * columns // size) * -(-inner // columns)
+            looked = tiles * picks
+        else:
+            lines, tiles, own = min((size - 2) // line + 2, total // line), -(-total // size), 1 if found.of_all else inner
+            picks = lines * found.count * own
+            looked = round(min(tiles * (1 + (size - 1) / line), tiles * lines)) * found.count * own
+        slow = (1 + WAVE / tiles) * (1 if not columns or inner % vector == 0 else 2)
+        time = PATCH + slow * copy + tiles * TILE + looked * LOOKED + updated
+        return Patch(size, columns, inner, picks, tiles, copy, time)
+
+    def fits(at: Patch) -> bool:
+        most = at.picks if found.of_all else 2 * updates // at.tiles  # of which a block keeps the numbers
+        return most <= TILE_ROOM and (at.size + 2) * at.picks < 1 << 32 and at.picks < WIDE // 2
+
+    widths = [0, *(n // each for n in ACROSS if not found.of_all and n // each < inner)]
+    sizes = [(n // each, columns) for n in TILES for columns in widths if not columns or n // each <= columns * found.end.extent]
+    return min(filter(fits, (of(*x) for x in sizes)), key=lambda x: x.time, default=None)
+
+
+def _inner(kernel: Kernel, found: Scatter) -> int:
+    """The elements between adjacent places, if the result is dense and starts as a tensor of the same dtype and layout, or as one
+    number; else 0."""
+    out, start, end = found.last, found.first.value, (found.end.var, found.end.extent)
+    if not isinstance(start, Load) or start.guard is not None or start.buffer.dtype != out.buffer.dtype or end[1] == 1:
+        return 0
+    read = out.index if is_const(start.index) else substitute(start.index, {found.start.var: end[0]})
+    axes = sorted((x for x in (*kernel.grid, end) if x[1] > 1), key=lambda x: coefficient(out.index, x[0]) or 0)
+    steps = [math.prod(n for _, n in axes[:at]) for at in range(len(axes))]
+    origin = {v: const(0) for v, _ in (*kernel.grid, end)}
+    same = all(coefficient(e, v) == step for (v, _), step in zip(axes, steps) for e in (out.index, read))
+    same = same and all(is_const(substitute(e, origin), 0) for e in (out.index, read))
+    return steps[axes.index(end)] if same and math.prod(n for _, n in axes) == out.buffer.size else 0
+
+
 @kept
 def way_of(kernel: Kernel) -> tuple[Scatter | None, str]:
     """A scatter, and how it is done: by "blocks" that own places, by "places" that look at all updates of their line, by "words"
-    of the last update for each place, or by a "team" for each line. Lines that shared memory has no room for have teams only if
-    nothing else can do them: else they would need as much memory again."""
+    of the last update for each place, as a copy that is "patched", or by a "team" for each line. Lines that shared memory has no
+    room for have teams only if nothing else can do them: else they would need as much memory again."""
     found, points = None if kernel.limits else scatter_of(kernel), math.prod(n for _, n in kernel.grid)
     if not found or 0 in (points, found.count, found.end.extent):
         return None, "team"
+    patch = patch_of(kernel)
     count, places, looks = found.count, found.end.extent, found.count * found.end.extent * points
     words = found.op is None and (points == 1 or not found.of_all) and count * points < WIDE // 2 and places * points <= MARKS
     along = coefficient(found.last.index, found.end.var) == 1
-    if found.of_all and (max(count, places) * points >= LEAST or count >= PICKS) and max(count, places) < WIDE // 2:
+    together = found.of_all and (max(count, places) * points >= LEAST or count >= PICKS) and max(count, places) < WIDE // 2
+    if patch and patch.time < MOSTLY * (PATCH + patch.copy):
+        if count > FEW_PICKS or looks / LOOKS > patch.copy or (together and not along):
+            return found, "patched"
+    if together:
         return found, "words" if words else "places" if along and count <= FEW_PICKS else "blocks"
     if count <= FEW_PICKS:
         return found, "places"
@@ -142,6 +222,8 @@ def way_of(kernel: Kernel) -> tuple[Scatter | None, str]:
         times["blocks"] = max(1, points * tiles / TOGETHER) * (BLOCK + INDEX * count) * apart + copied
     if words:
         times["words"] = WORDS + WORD * count * points + copied
+    if patch:
+        times["patched"] = patch.time
     if len(found.picks) == 1:
         times["places"] = max(look * count, looks / LOOKS)
     return found, min(times, key=times.__getitem__)
@@ -262,23 +344,47 @@ def name_pick(w: CudaWriter, picks: Sequence[Loop]) -> None:
         rest = f"({rest} / {s.extent})"
 
 
-class ScatterWriter(CudaWriter):
+class UpdateWriter(CudaWriter):
+    """Writes functions that combine updates with what threads hold in registers, `vector` columns at once from `column` on."""
+
+    column = ""
+
+    def __init__(self, launch: Launch) -> None:
+        super().__init__(launch)
+        found = scatter_of(self.kernel)
+        assert found
+        self.found = found
+
+    def declare_locals(self) -> None:
+        """The sums are registers."""
+
+    def combined(self) -> str:
+        """The function of the number so far and an update."""
+        kind = self.type(self.found.update.dtype)
+        replaced = f"[]({kind}, {kind} b) -> {kind} {{ return b; }}"
+        return self.function_of(self.found.op, self.found.update.dtype) if self.found.op else replaced
+
+    def columns(self, stmts: Sequence[Stmt], ends: Sequence[Expr]) -> None:
+        """The statements for each column of the thread; the value of `ends` is held."""
+        size = self.launch.vector
+        hold = lambda values: [self.line(f"held[v] = {value};") for value in values]  # noqa: E731
+        if size > 1:
+            return self.in_vectors(stmts, ends, self.kernel.grid[-1][0], size, self.column, hold)
+        self.line("const int v = 0;")
+        hold(self.block(stmts, ends))
+
+
+class ScatterWriter(UpdateWriter):
     occupancy = ", 4"  # blocks of a multiprocessor
     launch: ScatterLaunch
-    found: Scatter | None = None
 
     def coordinates(self) -> Iterator[str]:
-        at, self.found = self.launch, scatter_of(self.kernel)
-        assert self.found
-        end = self.found.end.extent
+        at, end = self.launch, self.found.end.extent
         yield f"const int first = {self.block_number} % {at.tiles} * {at.rows};"
         yield f"const int end = first + {at.rows} < {end} ? first + {at.rows} : {end};"
         group = f"(rlx_uindex)({self.block_number} / {at.tiles}) * {at.groups} + threadIdx.x % {at.groups}"
         name = "inside" if at.words_each else "own"
         yield from self.of_point(group, f"const bool {name} = point < {at.points};", f"if (!{name}) point = 0;")
-
-    def declare_locals(self) -> None:
-        """The sums are registers."""
 
     def begin(self) -> None:
         """Blocks of a halted run mark and clear for the others, too."""
@@ -290,12 +396,9 @@ class ScatterWriter(CudaWriter):
     def body(self) -> None:
         """Functions of a place or an index, which rlx_scatter calls."""
         at, found = self.launch, self.found
-        assert found
         put, out = found.put, found.last
         self.column = f"{self.names[self.kernel.grid[-1][0]]}_0" if at.vector > 1 else ""
-        kind, second = self.type(put.buffer.dtype), self.type(found.update.dtype)
-        replaced = f"[]({second}, {second} b) -> {second} {{ return b; }}"
-        combined = self.function_of(found.op, found.update.dtype) if found.op else replaced
+        kind = self.type(put.buffer.dtype)
         row, to = [self.name(s.var, "i") for s in (found.start, found.end)], f"{kind} (&held)[{at.vector}]"
         with self.alone():
             with self.scope([f"const auto begin = [&](rlx_index {row[0]}, {to}) {{"]):
@@ -324,22 +427,14 @@ class ScatterWriter(CudaWriter):
             self.line(f"; rlx_mark<{at.threads}, {at.words_each}, {at.grain}>(rlx_counters, {blocks}, look, place);")
         sizes = f"{at.threads}, {at.groups}, {at.at_once}, {at.vector}, {ahead}, {min(MOST, at.rows)}"
         sizes += f", {at.words_each}, {at.grain}, {kind}"
-        lambdas = f"begin, look, place, added, {combined}, finish"
+        lambdas = f"begin, look, place, added, {self.combined()}, finish"
         self.line(f"; rlx_scatter<{sizes}>(first, end, {found.count}, {marks}, own, {lambdas});")
-
-    def columns(self, stmts: Sequence[Stmt], ends: Sequence[Expr]) -> None:
-        """The statements for each column of the thread; the value of `ends` is held."""
-        size = self.launch.vector
-        hold = lambda values: [self.line(f"held[v] = {value};") for value in values]  # noqa: E731
-        if size > 1:
-            return self.in_vectors(stmts, ends, self.kernel.grid[-1][0], size, self.column, hold)
-        self.line("const int v = 0;")
-        hold(self.block(stmts, ends))
 
     def function(self, name: str) -> str:
         return (Path(__file__).parent / "scatter.h").read_text() + super().function(name)
 
 
 __all__ = [
-    "ScatterLaunch", "ScatterWriter", "name_pick", "scatter_of", "scattered", "scheduled", "shares", "unclamped", "way_of",
+    "Patch", "ScatterLaunch", "ScatterWriter", "UpdateWriter", "name_pick", "patch_of", "scatter_of", "scattered", "scheduled",
+    "shares", "unclamped", "way_of",
 ]  # fmt: skip

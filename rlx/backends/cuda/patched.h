@@ -1,0 +1,121 @@
+
+/* Copies a tile of SIZE elements of E to `out`, V at a time, and combines those of its CELLS that picks select with their updates, which
+   sums of S hold meanwhile, in order. Picks are numbers below PICKS, those of one cell from least to greatest. A cell has GROUPS groups of
+   COLUMNS elements, of which has(cell, group) are in the tile. inside(e), at(e): of the tile's element e, whether it has that, and the
+   place in the tensor. old(place, elements) reads what is copied; if it is there already, it `stays`. look(pick) reads an index, and
+   place(pick, that) is the cell, or -1. pick(cell, n): the cell's pick number n, of COUNT, if it selects that one. */
+template <int T, int V, int SIZE, int CELLS, int GROUPS, int COLUMNS, int PICKS, int COUNT, class S, class E,
+          class F, class I, class A, class L, class P, class N, class H, class B, class U, class O, class Z>
+RLX_FN void rlx_patch(E* out, int picks, bool stays, F old, I inside, A at, L look, P place, N pick, H has, B begin, U added, O op,
+                      Z finish) {
+  constexpr int ROOM = 2048, AHEAD = 4, EACH = PICKS < 8 * T ? (PICKS + T - 1) / T : 8, WORDS = CELLS / 32 + 1;
+  constexpr int TURN = SIZE / (T * V) < 8 ? SIZE / (T * V) : 8, TURNS = SIZE / (T * V * TURN);
+  static_assert(TURNS * TURN * T * V == SIZE && (unsigned long long)CELLS * PICKS <= ~0u, "whole turns, and keys of 32 bits");
+  __shared__ unsigned hit[WORDS], twice[WORDS]; /* bits of cells that are selected, and of those that several picks select */
+  __shared__ __align__(16) unsigned keys[ROOM], again[ROOM]; /* cells and picks: all, as they are found; those of cells with several */
+  __shared__ int found, repeated;
+  E kept[TURN][V];
+  const auto is = [](const unsigned* bits, int n) { return bits[n / 32] >> n % 32 & 1; };
+  const auto element = [&](int turn, int n) { return ((turn * TURN + n) * T + (int)threadIdx.x) * V; };
+  const auto load = [&](int turn) { /* without a branch: the first elements of the tensor in place of those that it has not */
+    #pragma unroll
+    for (int n = 0; n < TURN && !stays; n++) old(inside(element(turn, n) + V - 1) ? at(element(turn, n)) : 0, kept[n]);
+  };
+  load(0); /* on its way while the picks are looked at */
+  for (int n = threadIdx.x; n < WORDS; n += T) hit[n] = twice[n] = 0;
+  if (threadIdx.x == 0) found = repeated = 0;
+  __syncthreads();
+  for (int first = threadIdx.x; first - (int)threadIdx.x < picks; first += T * EACH) {
+    decltype(look(0)) seen[EACH]; /* all of them, before a check of the first divides the program */
+    #pragma unroll
+    for (int n = 0; n < EACH; n++) seen[n] = look(first + n * T < picks ? first + n * T : 0);
+    #pragma unroll
+    for (int n = 0; n < EACH; n++) {
+      const int to = first + n * T < picks ? (int)place(first + n * T, seen[n]) : -1;
+      if (to < 0) continue;
+      const unsigned bit = 1u << to % 32;
+      if (atomicOr(hit + to / 32, bit) & bit) atomicOr(twice + to / 32, bit);
+      const int number = atomicAdd(&found, 1);
+      if (number < ROOM) keys[number] = (unsigned)to * PICKS + first + n * T;
+    }
+  }
+  __syncthreads();
+  for (int turn = 0; !stays; load(turn)) {
+    #pragma unroll
+    for (int n = 0; n < TURN; n++) {
+      const int e = element(turn, n);
+      if (inside(e + V - 1)) {
+        rlx_put<V>(out + at(e), kept[n]);
+        continue;
+      }
+      #pragma unroll 1
+      for (int v = 0; v < V && inside(e + v); v++) { /* the end of the tensor */
+        E one[1];
+        old(at(e + v), one);
+        out[at(e + v)] = one[0];
+      }
+    }
+    if (++turn == TURNS) break;
+  }
+  const int all = found;
+  if (all == 0) return;
+  __syncthreads(); /* the copy, which some threads now change in other places than they wrote */
+  const auto patch = [&](int to, int group, int length, auto number) { /* with picks number(0), number(1), ... */
+    S sum[COLUMNS], more[AHEAD][COLUMNS];
+    begin(to, group, sum);
+    for (int m = 0; m < length; m += AHEAD) {
+      #pragma unroll
+      for (int n = 0; n < AHEAD; n++) if (m + n < length) added(number(m + n), to, group, more[n]);
+      #pragma unroll
+      for (int n = 0; n < AHEAD; n++)
+        for (int v = 0; v < COLUMNS && m + n < length; v++) sum[v] = op(sum[v], more[n][v]);
+    }
+    finish(to, group, sum);
+  };
+  if (all > ROOM) { /* picks that are together by chance: looked at again */
+    for (int n = threadIdx.x; n < picks; n += T) {
+      const int to = place(n, look(n));
+      for (int group = 0; to >= 0 && !is(twice, to) && group < GROUPS; group++)
+        if (has(to, group)) patch(to, group, 1, [&](int) { return n; });
+    }
+    for (int id = threadIdx.x; id < CELLS * GROUPS; id += T) {
+      const int to = id / GROUPS, group = id % GROUPS;
+      if (!is(twice, to) || !has(to, group)) continue;
+      S sum[COLUMNS], more[COLUMNS];
+      begin(to, group, sum);
+      #pragma unroll 4
+      for (int n = 0; n < COUNT; n++) {
+        const int own = pick(to, n);
+        if (place(own, look(own)) != to) continue;
+        added(own, to, group, more);
+        for (int v = 0; v < COLUMNS; v++) sum[v] = op(sum[v], more[v]);
+      }
+      finish(to, group, sum);
+    }
+    return;
+  }
+  for (int id = threadIdx.x; id < all * GROUPS; id += T) {
+    const unsigned key = keys[id / GROUPS];
+    const int to = key / PICKS, group = id % GROUPS;
+    if (!is(twice, to)) {
+      if (has(to, group)) patch(to, group, 1, [&](int) { return (int)(key % PICKS); });
+    } else if (group == 0) {
+      again[atomicAdd(&repeated, 1)] = key;
+    }
+  }
+  __syncthreads();
+  for (int n = threadIdx.x; n < repeated; n += T) {
+    int before = 0;
+    #pragma unroll 8
+    for (int m = 0; m < repeated; m++) before += again[m] < again[n];
+    keys[before] = again[n];
+  }
+  __syncthreads();
+  for (int id = threadIdx.x; id < repeated * GROUPS; id += T) {
+    const int first = id / GROUPS, group = id % GROUPS, to = keys[first] / PICKS;
+    if ((first && keys[first - 1] / PICKS == to) || !has(to, group)) continue;
+    int length = 1;
+    while (first + length < repeated && keys[first + length] / PICKS == to) length++;
+    patch(to, group, length, [&](int n) { return (int)(keys[first + n] % PICKS); });
+  }
+}
