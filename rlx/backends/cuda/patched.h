@@ -2,11 +2,11 @@
 /* Copies a tile of SIZE elements of E to `out`, V at a time, and combines those of its CELLS that picks select with their updates, which
    sums of S hold meanwhile, in order. Picks are numbers below PICKS, those of one cell from least to greatest. A cell has GROUPS groups of
    COLUMNS elements, of which has(cell, group) are in the tile. inside(e), at(e): of the tile's element e, whether it has that, and the
-   place in the tensor. old(place, elements) reads what is copied; if it is there already, it `stays`. look(pick) reads an index, and
-   place(pick, that) is the cell, or -1. pick(cell, n): the cell's pick number n, of COUNT, if it selects that one. */
-template <int T, int V, int SIZE, int CELLS, int GROUPS, int COLUMNS, int PICKS, int COUNT, class S, class E,
-          class F, class I, class A, class L, class P, class N, class H, class B, class U, class O, class Z>
-RLX_FN void rlx_patch(E* out, int picks, bool stays, F old, I inside, A at, L look, P place, N pick, H has, B begin, U added, O op,
+   place in the tensor. `from`: the tensor that is copied, or one number if that FILLS it; what is there already `stays`. look(pick)
+   reads an index, and place(pick, that) is the cell, or -1. pick(cell, n): the cell's pick number n, of COUNT, if it selects that one. */
+template <int T, int V, int SIZE, int CELLS, int GROUPS, int COLUMNS, int PICKS, int COUNT, bool FILLS, class S,
+          class E, class I, class A, class L, class P, class N, class H, class B, class U, class O, class Z>
+RLX_FN void rlx_patch(E* out, const E* from, int picks, bool stays, I inside, A at, L look, P place, N pick, H has, B begin, U added, O op,
                       Z finish) {
   constexpr int ROOM = 2048, AHEAD = 4, EACH = PICKS < 8 * T ? (PICKS + T - 1) / T : 8, WORDS = CELLS / 32 + 1;
   constexpr int TURN = SIZE / (T * V) < 8 ? SIZE / (T * V) : 8, TURNS = SIZE / (T * V * TURN);
@@ -19,7 +19,11 @@ RLX_FN void rlx_patch(E* out, int picks, bool stays, F old, I inside, A at, L lo
   const auto element = [&](int turn, int n) { return ((turn * TURN + n) * T + (int)threadIdx.x) * V; };
   const auto load = [&](int turn) { /* without a branch: the first elements of the tensor in place of those that it has not */
     #pragma unroll
-    for (int n = 0; n < TURN && !stays; n++) old(inside(element(turn, n) + V - 1) ? at(element(turn, n)) : 0, kept[n]);
+    for (int n = 0; n < TURN && !stays; n++) {
+      const int place = inside(element(turn, n) + V - 1) ? at(element(turn, n)) : 0;
+      if constexpr (FILLS) for (int v = 0; v < V; v++) kept[n][v] = *from;
+      else rlx_stream(kept[n], from + place);
+    }
   };
   load(0); /* on its way while the picks are looked at */
   for (int n = threadIdx.x; n < WORDS; n += T) hit[n] = twice[n] = 0;
@@ -49,23 +53,19 @@ RLX_FN void rlx_patch(E* out, int picks, bool stays, F old, I inside, A at, L lo
         continue;
       }
       #pragma unroll 1
-      for (int v = 0; v < V && inside(e + v); v++) { /* the end of the tensor */
-        E one[1];
-        old(at(e + v), one);
-        out[at(e + v)] = one[0];
-      }
+      for (int v = 0; v < V && inside(e + v); v++) out[at(e + v)] = from[FILLS ? 0 : at(e + v)]; /* the end of the tensor */
     }
     if (++turn == TURNS) break;
   }
   const int all = found;
   if (all == 0) return;
   __syncthreads(); /* the copy, which some threads now change in other places than they wrote */
-  const auto patch = [&](int to, int group, int length, auto number) { /* with picks number(0), number(1), ... */
+  const auto patch = [&](int to, int group, int length, const unsigned* picked, int only) { /* with picks of keys, or with `only` one */
     S sum[COLUMNS], more[AHEAD][COLUMNS];
     begin(to, group, sum);
     for (int m = 0; m < length; m += AHEAD) {
       #pragma unroll
-      for (int n = 0; n < AHEAD; n++) if (m + n < length) added(number(m + n), to, group, more[n]);
+      for (int n = 0; n < AHEAD; n++) if (m + n < length) added(picked ? (int)(picked[m + n] % PICKS) : only, to, group, more[n]);
       #pragma unroll
       for (int n = 0; n < AHEAD; n++)
         for (int v = 0; v < COLUMNS && m + n < length; v++) sum[v] = op(sum[v], more[n][v]);
@@ -76,7 +76,7 @@ RLX_FN void rlx_patch(E* out, int picks, bool stays, F old, I inside, A at, L lo
     for (int n = threadIdx.x; n < picks; n += T) {
       const int to = place(n, look(n));
       for (int group = 0; to >= 0 && !is(twice, to) && group < GROUPS; group++)
-        if (has(to, group)) patch(to, group, 1, [&](int) { return n; });
+        if (has(to, group)) patch(to, group, 1, nullptr, n);
     }
     for (int id = threadIdx.x; id < CELLS * GROUPS; id += T) {
       const int to = id / GROUPS, group = id % GROUPS;
@@ -98,7 +98,7 @@ RLX_FN void rlx_patch(E* out, int picks, bool stays, F old, I inside, A at, L lo
     const unsigned key = keys[id / GROUPS];
     const int to = key / PICKS, group = id % GROUPS;
     if (!is(twice, to)) {
-      if (has(to, group)) patch(to, group, 1, [&](int) { return (int)(key % PICKS); });
+      if (has(to, group)) patch(to, group, 1, nullptr, key % PICKS);
     } else if (group == 0) {
       again[atomicAdd(&repeated, 1)] = key;
     }
@@ -116,6 +116,6 @@ RLX_FN void rlx_patch(E* out, int picks, bool stays, F old, I inside, A at, L lo
     if ((first && keys[first - 1] / PICKS == to) || !has(to, group)) continue;
     int length = 1;
     while (first + length < repeated && keys[first + length] / PICKS == to) length++;
-    patch(to, group, length, [&](int n) { return (int)(keys[first + n] % PICKS); });
+    patch(to, group, length, keys + first, 0);
   }
 }

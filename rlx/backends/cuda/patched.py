@@ -84,10 +84,11 @@ class PatchWriter(UpdateWriter):
             self.of_cells(kind)
         vector = math.gcd(BYTES // out.buffer.dtype.itemsize, *((p.columns, p.inner) if p.columns else ()))
         cells = (p.size - 1) // p.inner + 2 if found.of_all else p.size
+        fills = str(is_const(found.first.value.index)).lower()  # type: ignore[union-attr]
         groups = -(-min(p.inner, p.size) // at.vector) if found.of_all else 1
-        sizes = f"{at.threads}, {vector}, {p.size}, {cells}, {groups}, {at.vector}, {p.picks}, {found.count}, {kind}, {element}"
-        functions = f"old, inside, at, look, place, pick_of, has, begin, added, {self.combined()}, finish"
-        self.line(f"rlx_patch<{sizes}>({self.names[out.buffer]}, picks, stays, {functions});")
+        sizes = f"{at.threads}, {vector}, {p.size}, {cells}, {groups}, {at.vector}, {p.picks}, {found.count}, {fills}, {kind}, {element}"
+        functions = f"inside, at, look, place, pick_of, has, begin, added, {self.combined()}, finish"
+        self.line(f"rlx_patch<{sizes}>({self.names[out.buffer]}, from, picks, stays, {functions});")
 
     @contextmanager
     def of(self, name: str, arguments: str, result: str = "") -> Iterator[None]:
@@ -107,9 +108,7 @@ class PatchWriter(UpdateWriter):
         assert isinstance(start, Load)
         read, fills = self.names[start.buffer], is_const(start.index)
         self.line(f"const bool stays = {'false' if fills else f'(const void*){read} == (const void*){out}'};")
-        with self.of("old", "int place, auto& held"):
-            number = self.value(start.index) if fills else ""
-            self.line(f"for (auto& x : held) x = {read}[{number}];" if fills else f"rlx_stream(held, {read} + place);")
+        self.line(f"const auto* from = {read}{f' + {self.value(start.index)}' if fills else ''};")
 
     def of_picks(self) -> None:
         """Pick `id` is that of a line, counted from the tile's first one outside, of its number there, and of a column."""
