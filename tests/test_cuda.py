@@ -500,7 +500,7 @@ PARTED = {  # build, dims, parts, whether they wait for each other
     "of columns": (lambda x: rlx.cumsum(x, axis=0, reverse=True), (65_536, 1024), 128, False),
     "a row to keep": (rlx.softmax, (1000, 100_003), 7, True),
     "few long rows": (rlx.softmax, (4, 151_936), 30, True),
-    "a row to reduce": (lambda x: rlx.argmax(x, axis=1), (2, 151_936), 25, True),
+    "a row to reduce": (lambda x: rlx.argmax(x, axis=1), (2, 151_936), 38, True),
 }
 
 
@@ -515,6 +515,52 @@ def test_lines_are_divided_among_blocks(name):
         assert at.part * at.parts >= max(dims) > at.part * (at.parts - 1)
         assert at.counters == (0 if at.clustered else 2 * at.words * at.lines) and not may_join(at)
         assert cubin(text_of(at, "kernel"), arch)
+
+
+FEW_ROWS = {  # reductions of one or few long rows that nothing divides evenly: build, dims, dtype, the least number of blocks
+    "product": (rlx.prod, (56_057_884,), "bf16", 240),
+    "least": (lambda x: rlx.argmin(x, axis=0), (33_554_432,), "f32", 240),
+    "of all axes": (rlx.min, (2, 25, 1888, 127), "f32", 240),
+    "rows that begin anywhere": (lambda x: rlx.max(x, axis=1), (3, 5_061_281), "f32", 230),
+    "sums of what is computed": (lambda x: rlx.sum(rlx.exp(x) * x, axis=(1, 2)), (5, 1000, 100), "f32", 120),
+    "two in one": (lambda x: rlx.sum(x) / rlx.max(x), (5_061_281,), "f32", 240),
+}
+
+
+@pytest.mark.parametrize("name", FEW_ROWS)
+def test_all_multiprocessors_reduce_a_long_row_and_none_waits(name):
+    """The block that is last to tell its total combines them, in an order that is not that of time."""
+    build, dims, dtype, blocks = FEW_ROWS[name]
+    at = launch_of(one(lambda g: build(g.input("x", dims, dtype))), "sm_90a")
+    text, turns = text_of(at, "kernel"), at.part // at.team
+    assert at.leaving and at.blocks >= blocks and at.part * at.parts * at.lines >= math.prod(dims) and cubin(text, "sm_90a")
+    assert text.count("all.last()) return;") == 1 and "all.all(" not in text and "all.leave" not in text
+    assert turns % 8 == 0 and at.counters == 2 * at.words * at.lines
+
+
+def test_rows_of_places_that_are_checked_are_reduced_in_steps():
+    """A block that sees a failure would tell nothing."""
+    found = kernels(graph(lambda g: rlx.sum(rlx.gather(g.input("x", (99,), "f32"), g.input("i", (1 << 20,), "i64")))))
+    assert [launch_of(kernel).blocks >= 99 for kernel in found] == [True, True, False]
+
+
+PADS = {  # dims, dtype, low, high, then the grid, team and vector that move them
+    "rows": ((26, 3, 128, 241), "i32", (0, 1, 0, 1), (0, 3, 3, 1), (26, 7, 131), 32, 1),
+    "pairs": ((64, 3, 224, 224), "f32", (0, 0, 3, 3), (0, 0, 3, 3), (192, 230), 32, 1),
+    "axes as one": ((26, 3, 128, 241), "i32", (0, 1, 0, 0), (0, 3, 0, 0), (26, 7, 30_848), 1, 4),
+    "short rows": ((26, 30, 128, 50), "bf16", (1, 0, 1, 0), (0, 3, 0, 1), (27, 33, 129, 51), 1, 1),
+    "long rows": ((150, 2303), "f32", (3, 1), (1, 1), (154,), 256, 1),
+    "vectors": ((64, 3, 224, 224), "f32", (0, 0, 4, 4), (0, 0, 4, 4), (192, 232, 232), 1, 4),
+}
+
+
+@pytest.mark.parametrize("name", PADS)
+def test_a_pad_divides_little(name):
+    dims, dtype, low, high, grid, team, vector = PADS[name]
+    at = launch_of(one(lambda g: rlx.pad(g.input("x", dims, dtype), low=low, high=high)), "sm_90a")
+    assert (tuple(n for _, n in at.kernel.grid), at.team, at.vector) == (grid, team, vector)
+    text = text_of(at, "kernel")
+    assert cubin(text, "sm_90a") and ("b0[point_v] = " in text) == (at.repeats > 1)
 
 
 @pytest.mark.parametrize("dims, axis, parts", [((4096, 512), 0, 8), ((8, 70, 50), 1, 1), ((3, 2000, 70), 1, 4)])
@@ -758,7 +804,7 @@ def test_the_greatest_of_a_long_row_is_found_by_many_blocks():
     g = rlx.Graph("greatest")
     g.set_outputs([rlx.max(g.input("x", (1, 151936), "f32"), axis=-1), rlx.min(g.input("y", (4096, 64), "f32"), axis=-1)])
     found = [launch_of(s.kernel) for s in lower(g, target("sm_90a"), rlx.CompileOptions()).steps]
-    assert sorted((at.blocks, at.parts) for at in found) == [(25, 25), (512, 1)]
+    assert sorted((at.blocks, at.parts) for at in found) == [(38, 38), (512, 1)]
 
 
 @pytest.mark.parametrize("name", ["matmul", "dequant_matmul", "segment_matmul"])

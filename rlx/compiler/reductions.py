@@ -112,7 +112,8 @@ def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target, a
     kept = sizes[last] <= KEPT * target.points * target.point_elements
     near = sizes[last] * source.dtype.compute.itemsize <= target.column_bytes
     read_again = not only_reader and (near or (last == len(runs) - 1 and kept))
-    parts = 1 if read_again or short else _parts(sizes, last, target)
+    shared = target.shares_rows and only_reader and last == len(runs) - 1 and _of_memory(source)
+    parts = 1 if read_again or short or shared else _parts(sizes, last, target)
     if len(axes) == parts == 1 or (apart and len(todo) == parts == 1):
         return None
     value = _reshaped(source, _divided(sizes, last, parts), alone, {})
@@ -124,6 +125,19 @@ def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target, a
         for axis in (i + 1, i) if parts > 1 else (i,):
             value = apply(node.op, (value,), {"axis": (axis,)})
     return _as(value, result.dtype).reshape(result.static)  # type: ignore[arg-type]
+
+
+def _of_memory(source: Value) -> bool:
+    """True if it is computed, element by element, of values that are in memory at known places."""
+    todo, done = [source.node], set[Node]()
+    while todo:
+        node = todo.pop()
+        if node.op.kind in (Kind.POINTWISE, Kind.VIEW) and node not in done:
+            done.add(node)
+            todo += (v.node for v in node.inputs)
+        elif node.op.kind in (Kind.CONTRACT, Kind.INDEX):
+            return False
+    return True
 
 
 def _as(value: Value, dtype: DType) -> Value:

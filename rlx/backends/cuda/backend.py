@@ -179,7 +179,7 @@ def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
     return Target(
         name="cuda", dtypes=frozenset(DTYPES), features=(arch,), quick=frozenset({"bf16"}), vector_bytes=16,
         threads=multiprocessors * THREADS_EACH, points_per_thread=BLOCKS / THREADS_EACH, point_elements=4096,
-        cache_bytes=8 * COLUMNS, line_bytes=128, stores_narrow=True,
+        cache_bytes=8 * COLUMNS, line_bytes=128, stores_narrow=True, shares_rows=True,
         channels_last=True, few_kernels=True, rest_bytes=REST_BYTES, alignment=256,
         natives={
             "attention": attention.claim, "conv": direct.claim, "dequant_matmul": packed.claim,
