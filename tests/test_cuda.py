@@ -15,7 +15,7 @@ from cuda_kernels import assembled
 from op_cases import cases
 
 import rlx
-from rlx.backends.cuda import attention, scatter, vectors
+from rlx.backends.cuda import attention, scatter, splits, vectors
 from rlx.backends.cuda.backend import CudaBackend, target
 from rlx.backends.cuda.chain import Chain
 from rlx.backends.cuda.code import cubin, launch_of, text_of
@@ -536,6 +536,43 @@ def test_all_multiprocessors_reduce_a_long_row_and_none_waits(name):
     assert at.leaving and at.blocks >= blocks and at.part * at.parts * at.lines >= math.prod(dims) and cubin(text, "sm_90a")
     assert text.count("all.last()) return;") == 1 and "all.all(" not in text and "all.leave" not in text
     assert turns % 8 == 0 and at.counters == 2 * at.words * at.lines
+
+
+VARIANCES = {  # dims, axes, then the kernels, of which the first one alone reads the elements, and the rows that it keeps
+    "a row": ((8_000_000,), (0,), 2, (1000, 8000)),
+    "a row that nothing divides": ((6_506_843,), (0,), 4, (1509, 4312)),
+    "rows that begin anywhere": ((2, 6_506_846), (1,), 2, (2494, 5218)),
+    "images": ((32, 64, 56, 56), (0, 2, 3), 2, (2048, 3136)),
+    "all axes": ((3, 18, 341, 512), (0, 1, 2, 3), 2, (1152, 8184)),
+}
+
+
+@pytest.mark.parametrize("name", VARIANCES)
+def test_a_large_variance_reads_its_elements_once(name):
+    dims, axes, count, (rows, size) = VARIANCES[name]
+    first, *others = kernels(graph(lambda g: rlx.variance(g.input("x", dims, "bf16"), axis=axes)))
+    at, size_of = launch_of(first, "sm_90a"), lambda kernel: max(b.size for b in kernel.buffers if not b.writable)
+    assert len(others) == count - 1 and at.row and at.row.keys and math.prod(n for _, n in at.kernel.grid) == rows
+    assert len([b for b in first.buffers if b.writable]) == 3 and size_of(first) == math.prod(dims)
+    assert at.row.extent in range(size - 15, size + 1) and cubin(text_of(at, "kernel"), "sm_90a")
+    few = [kernel for kernel in others if size_of(kernel) == math.prod(dims)]  # elements that are left over
+    assert all(s.extent < 100 for kernel in few for s in kernel.body if isinstance(s, Loop)) and len(few) == (count > 2)
+
+
+@pytest.mark.parametrize(
+    "dims, axes", [((4_500_011,), (0,)), ((64, 20, 300), (0, 2)), ((3, 1, 700_000), (2,)), ((2, 3, 600_011), (0, 2))]
+)
+@pytest.mark.parametrize("mean, spread", [(0.5, 1.0), (123_456.789, 0.3), (12_345.678, 0.0)])
+def test_the_parts_of_a_variance_lose_no_digits(dims, axes, mean, spread):
+    """The mean of a part, and that of all, is rounded: squares are of distances from there, and know it."""
+    x = (np.random.default_rng(0).standard_normal(dims) * spread + mean).astype(np.float32)
+    g = rlx.Graph("variance")
+    whole = rlx.variance(g.input("x", dims, "f32"), axis=axes, keepdims=True, correction=1)
+    parts = splits.variance(whole.node)
+    assert parts is not None and parts.shape == whole.shape
+    g.set_outputs([parts])
+    (found,) = rlx.Session("cpu").compile(g).run({"x": x})
+    np.testing.assert_allclose(found, np.var(x.astype(np.float64), axis=axes, keepdims=True, ddof=1), rtol=1e-6, atol=(mean * 1e-9) ** 2)
 
 
 def test_rows_of_places_that_are_checked_are_reduced_in_steps():

@@ -191,6 +191,21 @@ def test_awkward_shapes_agree_with_the_reference(name):
     np.testing.assert_allclose(found, wanted, rtol=0 if "softmax" not in name else 1e-5)
 
 
+@on_gpu
+@pytest.mark.parametrize("dims, axes", [
+    ((6_506_843,), (0,)), ((3, 1, 700_000), (2,)), ((64, 20, 300), (0, 2)), ((32, 64, 56, 56), (0, 2, 3)),
+    ((2, 3, 600_011), (0, 2)), ((40, 90, 1033), (0, 1, 2)),
+])  # fmt: skip
+@pytest.mark.parametrize("mean, spread, dtype", [(0.5, 1.0, "f32"), (123_456.789, 0.3, "f32"), (3.0, 1.0, "bf16")])
+def test_large_variances_agree_with_f64(dims, axes, mean, spread, dtype):
+    x = (np.random.default_rng(0).standard_normal(dims) * spread + mean).astype(getattr(rlx, dtype).numpy)
+    compiled = rlx.Session("cuda").compile(graph(lambda g: rlx.variance(g.input("x", dims, dtype), axis=axes)))
+    (found,), (again,) = compiled.run({"x": x}), compiled.run({"x": x})
+    wanted = np.var(x.astype(np.float64), axis=axes)
+    np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=2.0**-8 if dtype == "bf16" else 1e-6)
+    assert found.tobytes() == again.tobytes()
+
+
 LONG = {  # op, rows, columns: a block of 256, two, four and eight, of 512; rows that begin anywhere; none that share registers
     "one block": (rlx.softmax, 600, 13_003), "two": (rlx.softmax, 300, 20_000), "two of odd rows": (rlx.log_softmax, 300, 30_522),
     "four": (rlx.softmax, 140, 50_257), "seven": (rlx.log_softmax, 80, 100_003), "ten rounds": (rlx.softmax, 67, 151_936),

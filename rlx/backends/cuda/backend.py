@@ -196,7 +196,7 @@ def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
         part_columns=PART if arch == "sm_90a" else 0, column_bytes=COLUMN_BYTES, schedule=scatter.scheduled,
         splits={
             "attention": splits.attention, "conv": direct.split, "top_k": splits.top_k, "softmax": splits.softmax,
-            "log_softmax": splits.softmax,
+            "log_softmax": splits.softmax, "variance": splits.variance,
         },
     )  # fmt: skip
 
