@@ -572,7 +572,8 @@ def test_the_parts_of_a_variance_lose_no_digits(dims, axes, mean, spread):
     assert parts is not None and parts.shape == whole.shape
     g.set_outputs([parts])
     (found,) = rlx.Session("cpu").compile(g).run({"x": x})
-    np.testing.assert_allclose(found, np.var(x.astype(np.float64), axis=axes, keepdims=True, ddof=1), rtol=1e-6, atol=(mean * 1e-9) ** 2)
+    wanted = np.var(x.astype(np.float64), axis=axes, keepdims=True, ddof=1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=(mean * 1e-9) ** 2)
 
 
 def test_rows_of_places_that_are_checked_are_reduced_in_steps():

@@ -211,12 +211,13 @@ def kernels(build, *dims: tuple[int, ...], dtype: str = "bf16") -> list[tuple[st
 
 
 def test_variances_on_a_gpu_read_what_is_stored_narrow() -> None:
-    """In one kernel where it may read a row or column again; else each step casts for itself."""
+    """In one kernel where it may read a row or column again; else by parts of rows, or each step casts for itself."""
     for dims, axes in (((16, 4000), (0, 1)), ((2, 100, 700), (1, 2)), ((4096, 400), (0,))):
         assert len(kernels(lambda v, axes=axes: rlx.variance(v, axis=axes), dims)) == 1
         assert len(kernels(lambda v, axes=axes: rlx.variance(v, axis=axes), dims, dtype="f32")) == 1
-    several = kernels(lambda v: rlx.variance(v, axis=(0, 1)), (4096, 4096))
-    assert len(several) > 2 and all(set(large.values()) <= {"bf16"} for _, large in several)
+    for dims, axes, count in (((4096, 4096), (0, 1), 2), ((400, 4096, 64), (0, 1), 7)):
+        several = kernels(lambda v, axes=axes: rlx.variance(v, axis=axes), dims)
+        assert len(several) == count and all(set(large.values()) <= {"bf16"} for _, large in several)
 
 
 def test_several_reductions_compute_an_operand_once() -> None:

@@ -124,7 +124,8 @@ def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target, a
             value = value.reshape(_divided(value.shape.static, i, parts))  # type: ignore[union-attr]
         for axis in (i + 1, i) if parts > 1 else (i,):
             value = apply(node.op, (value,), {"axis": (axis,)})
-    return _as(value, result.dtype).reshape(result.static)  # type: ignore[arg-type]
+    made = _as(value, result.dtype)  # type: ignore[arg-type]
+    return made if made.shape == result else made.reshape(result.static)  # a view would keep readers out of its kernel
 
 
 def _of_memory(source: Value) -> bool:
