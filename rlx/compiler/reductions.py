@@ -4,7 +4,7 @@ axes are merged; of several axes the last is reduced first; a reduction with too
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -175,14 +175,41 @@ def _reshaped(value: Value, dims: tuple[int, ...], alone: set[Node], made: dict[
         inputs = node.inputs
         if wide:
             inputs = (inputs[0] if own == dims else inputs[0].reshape(dims),)
-        elif node in alone and all(v.shape.static == own or v.shape.num_elements == 1 for v in inputs):
-            inputs = tuple(_reshaped(v, dims if v.shape.static == own else (), alone, made) for v in inputs)
+        elif node in alone and None not in (found := [_broadcast(v.shape.static, own, dims) for v in inputs]):
+            inputs = tuple(_reshaped(v, to, alone, made) for v, to in zip(inputs, found))  # type: ignore[arg-type]
         else:
             made[key] = value.reshape(dims)
             return made[key]
         shapes = node.op.result_shapes(node.attrs, tuple(v.shape for v in inputs))
         made[key] = replace(node, inputs=inputs, shapes=shapes).results[0]
     return made[key]
+
+
+def _broadcast(value: tuple[int, ...], own: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Dims of an operand with dims `value`, whose result changes its dims from `own` to `dims`. None: of axes that become one,
+    or that one becomes, it has some."""
+    if value == own or math.prod(value) == 1:
+        return dims if value == own else ()
+    value, out, at = (1,) * (len(own) - len(value)) + value, list[int](), 0
+    for axes, to in _alike(own, dims):
+        part, at = value[at : at + len(axes)], at + len(axes)
+        if part != axes and math.prod(part) > 1:
+            return None
+        out += to if part == axes else (1,) * len(to)
+    return tuple(out)
+
+
+def _alike(own: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The shortest runs of both that have equal products; the last ones with the 1s behind them."""
+    i = j = 0
+    while i < len(own) and j < len(dims):
+        a, b = i + 1, j + 1
+        while (left := math.prod(own[i:a])) != (right := math.prod(dims[j:b])):
+            a, b = (a + 1, b) if left < right else (a, b + 1)
+        if math.prod(own[a:]) == 1:
+            a, b = len(own), len(dims)
+        yield own[i:a], dims[j:b]
+        i, j = a, b
 
 
 __all__ = ["reductions"]
