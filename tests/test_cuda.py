@@ -15,7 +15,7 @@ from cuda_kernels import assembled
 from op_cases import cases
 
 import rlx
-from rlx.backends.cuda import attention, scatter, splits, vectors
+from rlx.backends.cuda import attention, scatter, variances, vectors
 from rlx.backends.cuda.backend import CudaBackend, target
 from rlx.backends.cuda.chain import Chain
 from rlx.backends.cuda.code import cubin, launch_of, text_of
@@ -543,6 +543,8 @@ VARIANCES = {  # dims, axes, then the kernels, of which the first one alone read
     "a row that nothing divides": ((6_506_843,), (0,), 4, (1509, 4312)),
     "rows that begin anywhere": ((2, 6_506_846), (1,), 2, (2494, 5218)),
     "images": ((32, 64, 56, 56), (0, 2, 3), 2, (2048, 3136)),
+    "columns": ((400, 4096, 64), (0, 1), 2, (3200 * 64, 512)),
+    "images of few pixels": ((128, 512, 7, 7), (0, 2, 3), 2, (128 * 512, 49)),
     "all axes": ((3, 18, 341, 512), (0, 1, 2, 3), 2, (1152, 8184)),
 }
 
@@ -560,7 +562,8 @@ def test_a_large_variance_reads_its_elements_once(name):
 
 
 @pytest.mark.parametrize(
-    "dims, axes", [((4_500_011,), (0,)), ((64, 20, 300), (0, 2)), ((3, 1, 700_000), (2,)), ((2, 3, 600_011), (0, 2))]
+    "dims, axes",
+    [((4_500_011,), (0,)), ((64, 20, 300), (0, 2)), ((3, 1, 700_000), (2,)), ((2, 3, 600_011), (0, 2)), ((20, 9, 700, 33), (2, 0))],
 )
 @pytest.mark.parametrize("mean, spread", [(0.5, 1.0), (123_456.789, 0.3), (12_345.678, 0.0)])
 def test_the_parts_of_a_variance_lose_no_digits(dims, axes, mean, spread):
@@ -568,7 +571,7 @@ def test_the_parts_of_a_variance_lose_no_digits(dims, axes, mean, spread):
     x = (np.random.default_rng(0).standard_normal(dims) * spread + mean).astype(np.float32)
     g = rlx.Graph("variance")
     whole = rlx.variance(g.input("x", dims, "f32"), axis=axes, keepdims=True, correction=1)
-    parts = splits.variance(whole.node)
+    parts = variances.split(whole.node)
     assert parts is not None and parts.shape == whole.shape
     g.set_outputs([parts])
     (found,) = rlx.Session("cpu").compile(g).run({"x": x})

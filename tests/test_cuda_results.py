@@ -194,7 +194,8 @@ def test_awkward_shapes_agree_with_the_reference(name):
 @on_gpu
 @pytest.mark.parametrize("dims, axes", [
     ((6_506_843,), (0,)), ((3, 1, 700_000), (2,)), ((64, 20, 300), (0, 2)), ((32, 64, 56, 56), (0, 2, 3)),
-    ((2, 3, 600_011), (0, 2)), ((40, 90, 1033), (0, 1, 2)),
+    ((2, 3, 600_011), (0, 2)), ((40, 90, 1033), (0, 1, 2)), ((20, 9, 700, 33), (0, 2)), ((40_003, 41), (0,)),
+    ((128, 51, 7, 7), (0, 2, 3)),
 ])  # fmt: skip
 @pytest.mark.parametrize("mean, spread, dtype", [(0.5, 1.0, "f32"), (123_456.789, 0.3, "f32"), (3.0, 1.0, "bf16")])
 def test_large_variances_agree_with_f64(dims, axes, mean, spread, dtype):

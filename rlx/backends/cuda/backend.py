@@ -13,7 +13,7 @@ from functools import cache, partial
 from threading import Thread
 from typing import Any
 
-from rlx.backends.cuda import attention, direct, gemv_blocks, gemv_ring, scatter, segments, splits, turned
+from rlx.backends.cuda import attention, direct, gemv_blocks, gemv_ring, scatter, segments, splits, turned, variances
 from rlx.backends.cuda.code import (
     CudaCode,
     compile_kernels,
@@ -196,7 +196,7 @@ def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
         part_columns=PART if arch == "sm_90a" else 0, column_bytes=COLUMN_BYTES, schedule=scatter.scheduled,
         splits={
             "attention": splits.attention, "conv": direct.split, "top_k": splits.top_k, "softmax": splits.softmax,
-            "log_softmax": splits.softmax, "variance": splits.variance,
+            "log_softmax": splits.softmax, "variance": variances.split,
         },
     )  # fmt: skip
 

@@ -1,5 +1,4 @@
-"""Ops rewritten as others that suit the GPU: softmax down long columns, variances and top-k of parts, attention with narrow
-queries."""
+"""Ops rewritten as others that suit the GPU: softmax down long columns, top-k of parts, attention with narrow queries."""
 
 from __future__ import annotations
 
@@ -12,13 +11,12 @@ from rlx.backends.cuda.attention import FEW_ROWS, NARROW
 from rlx.backends.cuda.schedule import CLUSTER, COLUMN_BYTES, MORE_REGISTERS, PART_THREADS, PART_WARPS, PARTS, REGISTERS
 from rlx.ir.dtype import DType, as_dtype, f32
 from rlx.ir.graph import Node, Value
-from rlx.ir.ops.rules import axes_of, axis_of
+from rlx.ir.ops.rules import axis_of
 from rlx.ir.ops.view import transposed_axes
 
 LONG, LARGE = 1 << 16, 1 << 22  # elements from which a softmax of columns that no kernel keeps, or one may, is divided
 SHORT = CLUSTER * PART_WARPS * REGISTERS  # rows that a cluster of blocks keeps
 LONGEST, PART = PARTS[-1] * PART_THREADS * MORE_REGISTERS, 8192  # elements of a row that blocks keep; of a part of a longer one
-EVEN, VECTOR, LEAST = range(PART, PART // 4, -1), 8, 128  # sizes of equal parts; of vectors in them; of a short row
 NEAR = 128  # rows of a part of columns: those that a multiprocessor works on stay in its cache
 SORTED, WHOLE = 2048, 8192  # elements of a part, and of a row, that a block sorts in shared memory
 
@@ -70,53 +68,6 @@ def _softened(rows: Value, weights: Value | float = 1.0) -> tuple[Value, Value]:
     return most, ops.sum(ops.exp(rows - base) * weights, axis=(-1,), keepdims=True)
 
 
-def variance(node: Node) -> Value | None:
-    """Over rows that no kernel keeps, or over other axes, too: the elements are read once, for the mean of each row, or part of
-    one, and the sum of squares from there; these are combined (Chan, Golub and LeVeque, 1983). None: one kernel keeps a row."""
-    (x,), dims, rank = node.inputs, node.inputs[0].shape.static, node.inputs[0].rank
-    axes = axes_of(node.attrs.axis, rank)  # type: ignore[union-attr]
-    first = next((n for n in range(rank, 0, -1) if dims[n - 1] != 1 and n - 1 not in axes), 0)
-    length, others = math.prod(dims[first:]), [a for a in axes if a < first]
-    several = any(dims[a] > 1 for a in others)
-    if math.prod(dims) < LONG or length < LEAST or (length <= LONGEST and not several):
-        return None
-    # equal parts, of vectors; else of vectors, with few elements left
-    size = min(EVEN, key=lambda n: (length % n > 0, n % VECTOR > 0, length % n))
-    size = length if length <= 2 * PART or (length % size and length <= LONGEST) else size
-    lead, rest = dims[:first], length % size
-    if rest and not several and math.prod(dims) < LARGE:  # more kernels would take longer than to read the elements again
-        return None
-    order = [*(a for a in range(first) if a not in others), *others, first]
-    kept = [dims[a] for a in order[: first - len(others)]]
-
-    def along(v: Value) -> Value:
-        """With all that is reduced last."""
-        return ops.transpose(v, order).reshape(*kept, math.prod(v.shape.static) // math.prod(kept))
-
-    rows = x.reshape(*lead, length)
-    parts = (rows[..., : length - rest] if rest else rows).reshape(*lead, length // size, size)
-    means, *sums = (along(v.reshape(*lead, length // size)) for v in _moments(ops.cast(parts, dtype=x.dtype.compute), size))
-    count, total = float(math.prod(dims[a] for a in axes)), lambda v: ops.sum(v, axis=(-1,), keepdims=True)
-    last = ops.cast(along(rows[..., length - rest :]), dtype=x.dtype.compute) if rest else None
-    mean = total(means) * float(size)
-    mean = (mean if last is None else mean + total(last)) / count
-    off = means - mean  # from here on the mean is a number that the elements are near, and may be rounded
-    away, squares = total(sums[0] + off * float(size)), total(sums[1] + off * 2.0 * (sums[0] + off * (size / 2)))
-    if last is not None:
-        off = last - mean
-        away, squares = away + total(off), squares + total(off * off)
-    free = max(count - node.attrs.correction, 0.0)  # type: ignore[union-attr]
-    found = ops.maximum(squares - away * (away / count), 0.0) / free
-    return ops.cast(found, dtype=x.dtype).reshape(*node.shapes[0].dims)
-
-
-def _moments(rows: Value, size: int) -> tuple[Value, Value, Value]:
-    """The mean of each row, rounded, and the sums of what its elements are away from there, and of the squares of that."""
-    mean = ops.sum(rows, axis=(-1,), keepdims=True) / float(size)
-    off = rows - mean
-    return mean, ops.sum(off, axis=(-1,)), ops.sum(off * off, axis=(-1,))
-
-
 def top_k(node: Node) -> tuple[Value, ...] | None:
     """The top k of the top k of parts that a block sorts in shared memory; None if a row is such a part."""
     (x,), k, largest = node.inputs, node.attrs.k, node.attrs.largest  # type: ignore[union-attr]
@@ -160,4 +111,4 @@ def _last(dtype: DType, largest: bool) -> float | int:
     return int(info.min if largest else info.max)
 
 
-__all__ = ["attention", "softmax", "top_k", "variance"]
+__all__ = ["attention", "softmax", "top_k"]
