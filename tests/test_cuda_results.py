@@ -164,6 +164,14 @@ SHAPES = {  # with odd sizes, so that threads and lanes are left over
     "softmax of many columns": (lambda x: rlx.softmax(x, axis=0) * 640.0, (2100, 600)),
     "norm of long rows": (lambda x: x - rlx.mean(x * x, axis=1, keepdims=True), (2, 200_000)),
     "greatest of long rows": (lambda x: rlx.argmax(x * 1.0, axis=1), (3, 50_001)),
+    "least of one row": (lambda x: rlx.argmin(x, axis=0), (2_300_001,)),
+    "sum of everything": (lambda x: rlx.sum(x * x), (3, 7, 11, 30_011)),
+    "product of few rows": (lambda x: rlx.prod(x * 0 + 1, axis=1), (5, 400_002)),
+    "pad of rows": (lambda x: rlx.pad(x, low=(0, 1, 0, 1), high=(0, 3, 3, 1), value=2), (26, 3, 28, 241)),
+    "pad of long rows": (lambda x: rlx.pad(x.astype("i8"), low=(3, 1), high=(1, 1)), (150, 2303)),
+    "pad of axes that are one": (lambda x: rlx.pad(x.astype("bf16"), low=(0, 1, 0, 0), high=(0, 3, 0, 0)), (26, 3, 128, 241)),
+    "pad of short rows": (lambda x: rlx.pad(x, low=(1, 0, 1, 0), high=(0, 3, 0, 1), value=2), (26, 30, 128, 50)),
+    "rows side by side": (lambda x: rlx.concat([x, x[:, :, 5:], x], axis=2), (40, 90, 81)),
     "sort of short rows": (lambda x: rlx.sort(x, descending=True)[1], (70, 77)),
     "sort of rows": (lambda x: rlx.sort(x)[1], (5, 3000)),
     "sort of wide elements": (lambda x: rlx.sort(x.astype("i64"), descending=True)[1], (3, 1500)),
@@ -181,6 +189,22 @@ def test_awkward_shapes_agree_with_the_reference(name):
     x = np.random.default_rng(3).integers(-4, 5, dims).astype(np.float32)  # sums are exact, and many elements are equal
     (found,), ((wanted,), _) = rlx.Session("cuda").compile(g).run({"x": x}), evaluate(g, {"x": x})
     np.testing.assert_allclose(found, wanted, rtol=0 if "softmax" not in name else 1e-5)
+
+
+@on_gpu
+@pytest.mark.parametrize("dims, axes", [
+    ((6_506_843,), (0,)), ((3, 1, 700_000), (2,)), ((64, 20, 300), (0, 2)), ((32, 64, 56, 56), (0, 2, 3)),
+    ((2, 3, 600_011), (0, 2)), ((40, 90, 1033), (0, 1, 2)), ((20, 9, 700, 33), (0, 2)), ((40_003, 41), (0,)),
+    ((128, 51, 7, 7), (0, 2, 3)),
+])  # fmt: skip
+@pytest.mark.parametrize("mean, spread, dtype", [(0.5, 1.0, "f32"), (123_456.789, 0.3, "f32"), (3.0, 1.0, "bf16")])
+def test_large_variances_agree_with_f64(dims, axes, mean, spread, dtype):
+    x = (np.random.default_rng(0).standard_normal(dims) * spread + mean).astype(getattr(rlx, dtype).numpy)
+    compiled = rlx.Session("cuda").compile(graph(lambda g: rlx.variance(g.input("x", dims, dtype), axis=axes)))
+    (found,), (again,) = compiled.run({"x": x}), compiled.run({"x": x})
+    wanted = np.var(x.astype(np.float64), axis=axes)
+    np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=2.0**-8 if dtype == "bf16" else 1e-6)
+    assert found.tobytes() == again.tobytes()
 
 
 LONG = {  # op, rows, columns: a block of 256, two, four and eight, of 512; rows that begin anywhere; none that share registers
@@ -221,7 +245,7 @@ SHORT = {  # op of x, a param w and y, columns
     "maximum": (lambda x, w, y: rlx.max(x.reshape(7, 10_001, 19), axis=2), 19), "sums": (lambda x, w, y: rlx.sum(x, axis=1), 151),
     "and the sum itself": (lambda x, w, y: [x + y, rlx.softmax(x + y)], 112),
     "in place": (lambda x, w, y: rlx.softmax(rlx.sort(x)[0]), 49),
-    "the greatest": (lambda x, w, y: rlx.argmax(x, axis=1), 41), "totals": (lambda x, w, y: rlx.cumsum(x * y, axis=1), 41),
+    "the greatest": (lambda x, w, y: rlx.argmax(x, axis=1), 41), "totals": (lambda x, w, y: rlx.cumsum(x, axis=1), 41),
     "totals before": (lambda x, w, y: rlx.cumsum(x, axis=1, exclusive=True), 12),
     "masked": (lambda x, w, y: rlx.softmax(x * 0.5 + w), 32), "wider": (lambda x, w, y: rlx.softmax(x.astype("f32")), 24),
 }  # fmt: skip
@@ -326,7 +350,7 @@ TALL = {  # down columns: op, dims
     "of blocks": (lambda x: rlx.sum(x, axis=0), (4100, 1108)),
     "of few columns": (lambda x: rlx.sum(x, axis=0), (204_800, 41)),
     "of squares of two": (lambda x: rlx.sum(x * x - 1, axis=(0, 2)), (1100, 1028, 4)),
-    "means of matrices": (lambda x: rlx.mean(x, axis=1) * 2, (3, 1024, 2056)),
+    "of matrices": (lambda x: rlx.sum(x, axis=1) * 2, (3, 1024, 2056)),
     "least": (lambda x: rlx.min(x, axis=0), (4099, 1032)),
     "totals": (lambda x: rlx.cumsum(x, axis=0), (3001, 1030)),
     "totals of whole parts": (lambda x: rlx.cumsum(x, axis=0), (1024, 512)),
@@ -348,9 +372,7 @@ def test_sums_and_totals_down_columns_are_exact(name, dtype):
     compiled = rlx.Session("cuda").compile(g)
     found = compiled.run({"x": x})[0]
     wanted = evaluate(g if dtype.startswith("i") else wide, {"x": x if dtype.startswith("i") else x.astype(np.float64)})[0][0]
-    exact = np.asarray(wanted, np.float32).astype(kind) if not name.startswith("means") else found
-    np.testing.assert_array_equal(found, exact)
-    np.testing.assert_allclose(found.astype(np.float64), wanted.astype(np.float64), rtol=2.0**-8, atol=1e-5)
+    np.testing.assert_array_equal(found, np.asarray(wanted, np.float32).astype(kind))
     np.testing.assert_array_equal(compiled.run({"x": x})[0].view(np.uint8), found.view(np.uint8))
 
 

@@ -26,11 +26,11 @@ from rlx.ir.overlap import may_overlap
 from tests.cuda_kernels import reports
 
 MAPPED = {  # kernels whose shapes once had a few threads: expression, dims of its operands, then team, lanes, parts, repeats
-    "few long columns": (lambda x: rlx.argmax(x, axis=0), [(9_508_423, 2)], (512, 1, 32, 1)),
+    "few long columns": (lambda x: rlx.argmax(x, axis=0), [(9_508_423, 2)], (512, 1, 117, 1)),
     "some long columns": (lambda x: rlx.argmax(x, axis=0), [(100_000, 40)], (16, 32, 32, 1)),
-    "sums of few long columns, an odd count": (lambda x: x.sum(axis=0), [(263_003, 5)], (512, 1, 22, 1)),
+    "sums of few long columns, an odd count": (lambda x: x.sum(axis=0), [(263_003, 5)], (256, 1, 43, 1)),
     "sums of columns, an odd count": (lambda x: x.sum(axis=0), [(263_003, 64)], (16, 32, 32, 1)),
-    "one long row": (lambda x: rlx.argmax(x, axis=0), [(9_807_577,)], (512, 1, 32, 1)),
+    "one long row": (lambda x: rlx.argmax(x, axis=0), [(9_807_577,)], (512, 1, 240, 1)),
     "totals of few columns": (lambda x: rlx.cumsum(x, axis=0), [(4096, 3)], (16, 32, 8, 1)),
     "many short columns": (lambda x: rlx.softmax(x, axis=0), [(3, 100_000)], (1, 1, 1, 1)),
     "many rows of 16": (lambda x: rlx.softmax(x), [(200_000, 16)], (1, 1, 1, 1)),

@@ -211,12 +211,24 @@ def kernels(build, *dims: tuple[int, ...], dtype: str = "bf16") -> list[tuple[st
 
 
 def test_variances_on_a_gpu_read_what_is_stored_narrow() -> None:
-    """In one kernel where it may read a row or column again; else each step casts for itself."""
+    """In one kernel where it may read a row or column again; else by parts of rows, or each step casts for itself."""
     for dims, axes in (((16, 4000), (0, 1)), ((2, 100, 700), (1, 2)), ((4096, 400), (0,))):
         assert len(kernels(lambda v, axes=axes: rlx.variance(v, axis=axes), dims)) == 1
         assert len(kernels(lambda v, axes=axes: rlx.variance(v, axis=axes), dims, dtype="f32")) == 1
-    several = kernels(lambda v: rlx.variance(v, axis=(0, 1)), (4096, 4096))
-    assert len(several) > 2 and all(set(large.values()) <= {"bf16"} for _, large in several)
+    for dims, axes, count in (((4096, 4096), (0, 1), 2), ((400, 4096, 4), (0, 1), 6)):
+        several = kernels(lambda v, axes=axes: rlx.variance(v, axis=axes), dims)
+        assert len(several) == count and all(set(large.values()) <= {"bf16"} for _, large in several)
+
+
+@pytest.mark.parametrize(
+    "dims, axes", [((60, 400, 16), (0, 1)), ((3, 90_000), (1,)), ((2, 40, 3000), (1, 2)), ((4, 300, 1, 200), (1, 3))]
+)
+def test_what_is_reduced_in_steps_may_have_operands_along_other_axes(dims: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    """They keep their axes where those of the elements are divided or merged."""
+    other = tuple(1 if a in axes else d for a, d in enumerate(dims))
+    c, (x, y) = compiled(lambda x, y: rlx.sum((x - y) * y, axis=axes), dims, other)
+    np.testing.assert_allclose(run(c, [x, y]), ((x.astype(np.float64) - y) * y).sum(axes), rtol=1e-4, atol=1e-2)
+    assert max(b.size for s in c.program().steps for b in s.kernel.buffers if b.writable) < math.prod(dims) // 8
 
 
 def test_several_reductions_compute_an_operand_once() -> None:

@@ -4,7 +4,7 @@ axes are merged; of several axes the last is reduced first; a reduction with too
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -115,7 +115,8 @@ def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target, a
     kept = sizes[last] <= KEPT * target.points * target.point_elements
     near = sizes[last] * source.dtype.compute.itemsize <= target.column_bytes
     read_again = not only_reader and (near or (last == len(runs) - 1 and kept))
-    parts = 1 if read_again or short else _parts(sizes, last, target)
+    shared = target.shares_rows and only_reader and last == len(runs) - 1 and _of_memory(source)
+    parts = 1 if read_again or short or shared else _parts(sizes, last, target)
     if len(axes) == parts == 1 or (apart and len(todo) == parts == 1):
         return None
     beside = _parts_beside(sizes, last, target) if parts > 1 else 0
@@ -127,7 +128,21 @@ def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target, a
             value = value.reshape(_divided(value.shape.static, i, parts))  # type: ignore[union-attr]
         for axis in (i, i) if beside and i == last else (i + 1, i) if parts > 1 else (i,):
             value = apply(node.op, (value,), {"axis": (axis,)})
-    return _as(value, result.dtype).reshape(result.static)  # type: ignore[arg-type]
+    made = _as(value, result.dtype)  # type: ignore[arg-type]
+    return made if made.shape == result else made.reshape(result.static)  # a view would keep readers out of its kernel
+
+
+def _of_memory(source: Value) -> bool:
+    """True if it is computed, element by element, of values that are in memory at known places."""
+    todo, done = [source.node], set[Node]()
+    while todo:
+        node = todo.pop()
+        if node.op.kind in (Kind.POINTWISE, Kind.VIEW) and node not in done:
+            done.add(node)
+            todo += (v.node for v in node.inputs)
+        elif node.op.kind in (Kind.CONTRACT, Kind.INDEX):
+            return False
+    return True
 
 
 def _as(value: Value, dtype: DType) -> Value:
@@ -175,14 +190,41 @@ def _reshaped(value: Value, dims: tuple[int, ...], alone: set[Node], made: dict[
         inputs = node.inputs
         if wide:
             inputs = (inputs[0] if own == dims else inputs[0].reshape(dims),)
-        elif node in alone and all(v.shape.static == own or v.shape.num_elements == 1 for v in inputs):
-            inputs = tuple(_reshaped(v, dims if v.shape.static == own else (), alone, made) for v in inputs)
+        elif node in alone and None not in (found := [_broadcast(v.shape.static, own, dims) for v in inputs]):
+            inputs = tuple(_reshaped(v, to, alone, made) for v, to in zip(inputs, found))  # type: ignore[arg-type]
         else:
             made[key] = value.reshape(dims)
             return made[key]
         shapes = node.op.result_shapes(node.attrs, tuple(v.shape for v in inputs))
         made[key] = replace(node, inputs=inputs, shapes=shapes).results[0]
     return made[key]
+
+
+def _broadcast(value: tuple[int, ...], own: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Dims of an operand with dims `value`, whose result changes its dims from `own` to `dims`. None: of axes that become one,
+    or that one becomes, it has some."""
+    if value == own or math.prod(value) == 1:
+        return dims if value == own else ()
+    value, out, at = (1,) * (len(own) - len(value)) + value, list[int](), 0
+    for axes, to in _alike(own, dims):
+        part, at = value[at : at + len(axes)], at + len(axes)
+        if part != axes and math.prod(part) > 1:
+            return None
+        out += to if part == axes else (1,) * len(to)
+    return tuple(out)
+
+
+def _alike(own: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The shortest runs of both that have equal products; the last ones with the 1s behind them."""
+    i = j = 0
+    while i < len(own) and j < len(dims):
+        a, b = i + 1, j + 1
+        while (left := math.prod(own[i:a])) != (right := math.prod(dims[j:b])):
+            a, b = (a + 1, b) if left < right else (a, b + 1)
+        if math.prod(own[a:]) == 1:
+            a, b = len(own), len(dims)
+        yield own[i:a], dims[j:b]
+        i, j = a, b
 
 
 __all__ = ["reductions"]

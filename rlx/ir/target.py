@@ -115,6 +115,7 @@ class Target:
     line_bytes: int = 64  # of a cache line, the unit of transfers from memory
     part_columns: int = 0
     column_bytes: int = 0  # of a line along another axis than the last one, at most, that a kernel may reduce and read again
+    shares_rows: bool = False  # several points reduce one row, of any length, of elements computed of those in memory
     stores_narrow: bool = False  # a contraction stores rows that are reduced before their cast to a wider float: less traffic
     channels_last: bool = False  # contractions of a convolution read operands with channels last
     few_kernels: bool = False  # a kernel costs more than elements computed twice: updates in place and rows are fused further

@@ -13,7 +13,7 @@ from functools import cache, partial
 from threading import Thread
 from typing import Any
 
-from rlx.backends.cuda import attention, direct, gemv_blocks, gemv_ring, scatter, segments, splits, turned
+from rlx.backends.cuda import attention, direct, gemv_blocks, gemv_ring, scatter, segments, splits, turned, variances
 from rlx.backends.cuda.code import (
     CudaCode,
     compile_kernels,
@@ -185,7 +185,7 @@ def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
     return Target(
         name="cuda", dtypes=frozenset(DTYPES), features=(arch,), quick=frozenset({"bf16"}), vector_bytes=16,
         threads=multiprocessors * THREADS_EACH, points_per_thread=BLOCKS / THREADS_EACH, point_elements=4096,
-        cache_bytes=8 * COLUMNS, line_bytes=128, stores_narrow=True,
+        cache_bytes=8 * COLUMNS, line_bytes=128, stores_narrow=True, shares_rows=True,
         channels_last=True, few_kernels=True, rest_bytes=REST_BYTES, alignment=256,
         natives={
             "attention": attention.claim, "conv": direct.claim, "dequant_matmul": packed.claim,
@@ -202,7 +202,7 @@ def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
         part_columns=PART if arch == "sm_90a" else 0, column_bytes=COLUMN_BYTES, schedule=scatter.scheduled,
         splits={
             "attention": splits.attention, "conv": direct.split, "top_k": splits.top_k, "softmax": splits.softmax,
-            "log_softmax": splits.softmax,
+            "log_softmax": splits.softmax, "variance": variances.split,
         },
     )  # fmt: skip
 

@@ -86,9 +86,9 @@ class PatchWriter(UpdateWriter):
         cells = (p.size - 1) // p.inner + 2 if found.of_all else p.size
         fills = str(is_const(found.first.value.index)).lower()  # type: ignore[union-attr]
         groups = -(-min(p.inner, p.size) // at.vector) if found.of_all else 1
-        sizes = f"{at.threads}, {vector}, {p.size}, {cells}, {groups}, {at.vector}, {p.picks}, {found.count}, {fills}, {kind}, {element}"
+        sizes = f"{at.threads}, {vector}, {p.size}, {cells}, {groups}, {at.vector}, {p.picks}, {found.count}, {fills}"
         functions = f"inside, at, look, place, pick_of, has, begin, added, {self.combined()}, finish"
-        self.line(f"rlx_patch<{sizes}>({self.names[out.buffer]}, from, picks, stays, {functions});")
+        self.line(f"rlx_patch<{sizes}, {kind}, {element}>({self.names[out.buffer]}, from, picks, stays, {functions});")
 
     @contextmanager
     def of(self, name: str, arguments: str, result: str = "") -> Iterator[None]:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from rlx.backends.cuda.dialect import CUDA, unrounded
 from rlx.backends.cuda.peel import HEAD, ORIGIN, Peel
+from rlx.backends.cuda.points import counts
 from rlx.backends.cuda.rows import Key, Row, key_of, only_added
 from rlx.backends.cuda.scan import Scan, ScanDown, chosen, place
-from rlx.backends.cuda.schedule import PART_THREADS, SHORT, WARP, Launch, Segments, checked_late, is_shared
+from rlx.backends.cuda.schedule import FLYING, PART_THREADS, SHORT, WARP, Launch, Segments, checked_late, is_shared, least_bytes
 from rlx.backends.cuda.vectors import BYTES, loads, loads_ahead, lone, stores, width
 from rlx.backends.shared.c_style import Writer
 from rlx.ir.dtype import DType, f32, f64, index_
@@ -23,6 +24,7 @@ from rlx.ir.kernel import (  # isort: skip
 )  # fmt: skip
 
 UNROLLED = 8  # iterations of a reduction by one thread
+LOADED = 32  # registers of a thread for elements that it loads before it moves the first
 LANE = f"threadIdx.x % {WARP}"
 LONG_SUM = 8192  # numbers that are added in f32, at most; longer sums are carried in f64
 BEGIN = "rlx_begin(); if (rlx_halted(halt)) return;"  # in every kernel, before it reads memory that others write
@@ -178,23 +180,33 @@ class CudaWriter(Writer):
         """The statements for several points of a thread, a block apart."""
         at = self.launch
         inside = [f"const rlx_uindex point_v = first + v * {at.threads};", f"if (point_v < {at.points}) {{"]
-        self.ahead(stmts, at.repeats, inside, lambda: [self.line(text) for text in self.of_point("point_v")])
+        numbers = {id(s.index): "point_v" for s in stmts if isinstance(s, Store) and counts(s.index, self.kernel.grid)}
+
+        def begin() -> None:
+            for text in self.of_point("point_v"):
+                self.line(text)
+            self.memo.update(numbers)
+
+        self.ahead(stmts, at.repeats, inside, begin)
 
     def in_order(self, s: Loop, start: str = "0", step: int = 1, teams: int = 1) -> None:
         """A loop of which one thread does every iteration number `step` from `start` on, some at once, as `teams` do in turn."""
-        i, first, by = self.name(s.var, "i"), self.fresh("i"), step * teams * UNROLLED
+        words = sum(-(-x.buffer.dtype.itemsize // 4) for x in loads_ahead(s.body) if id(x) not in self.memo)
+        turns, most = -(-s.extent // (step * teams)), min(UNROLLED, max(1, LOADED // max(1, words)))
+        count = -(-turns // -(-turns // most)) if turns else 1  # equal numbers
+        i, first, by = self.name(s.var, "i"), self.fresh("i"), step * teams * count
+        start = f"part * {step * count} + {start}" if teams > 1 else start
         with self.scope([f"for (rlx_index {first} = {start}; {first} < {self.extent(s)}; {first} += {by}) {{"]):
             inside = [f"const rlx_index {i} = {first} + v * {step};", f"if ({i} < {self.extent(s)}) {{"]
-            self.ahead(s.body, UNROLLED, inside, lambda: None)
+            self.ahead(s.body, count, inside, lambda: None)
 
     def apart(self, s: Loop) -> None:
         """A loop of a team, or of several blocks of one; the loads of all iterations come first, their checks last."""
         at, fixed = self.launch, [x for x in s.body if isinstance(x, Check) and s.var not in walk(x.ok)]
-        start = f"part * {at.team * UNROLLED} + me" if at.parts > 1 else "me"
         with self.alone():
             for x in (x for x in loads_ahead(s.body) if coefficient(x.index, s.var) == 0 and x.guard is None):
                 self.value(x)
-            self.in_order(replace(s, body=tuple(x for x in s.body if x not in fixed)), start, at.team, at.parts)
+            self.in_order(replace(s, body=tuple(x for x in s.body if x not in fixed)), "me", at.team, at.parts)
             self.block(fixed)
 
     def ahead(self, stmts: Sequence[Stmt], count: int, inside: Sequence[str], begin: Callable[[], object]) -> None:
@@ -440,7 +452,8 @@ class CudaWriter(Writer):
         written = {s.buffer for s in stores}
         if any(isinstance(x, Load) and x.buffer in written for x in walk(stores)):
             self.line(self.sync)  # every thread has read the values that the first one overwrites
-        with self.scope(["if (me == 0 && part == 0) {" if self.launch.adjacent else "if (me == 0) {"]):
+        every = self.launch.adjacent and not self.launch.leaving  # block of a line comes here
+        with self.scope([f"if (me == 0{' && part == 0' * every}) {{"]):
             super().write(held)
         self.exchanged(*stores)
 
@@ -500,7 +513,17 @@ class CudaWriter(Writer):
         simple = (s.reduces or s.carries) and all(isinstance(x, Let | Check) for x in s.body) and not self.kernel.locals
         if self.launch.team == self.launch.lanes == 1 and self.kernel.locals and s.extent <= SHORT:
             return ["#pragma unroll", text]  # so that Locals are registers
-        return [f"#pragma unroll {max(4, self.unrolled // size)}", text] if simple else [text]
+        return [f"#pragma unroll {self.at_once(s, size)}", text] if simple else [text]
+
+    def at_once(self, s: Loop, size: int) -> int:
+        """Vectors of a thread that its loop loads before it uses the first."""
+        at, least = self.launch, least_bytes(s)
+        if not at.leaving:
+            return max(4, self.unrolled // size)
+        turns, count = at.part // (at.team * size), UNROLLED  # without a rest, whose loads would wait for each other
+        while turns % count or count * size * least > FLYING or count > max(4, turns // 4):
+            count //= 2
+        return count
 
     def end_iteration(self, s: Loop) -> None:
         if self.shared:
@@ -550,14 +573,22 @@ class CudaWriter(Writer):
             self.turns(s, first, f"{start}me{f' * {size}' * (size > 1)}", extent, size, near, turn)
         if at.peel:
             self.beside(s, at.peel, parts)
-        for r, p in zip(s.reduces, parts):
+        found = list[tuple[str, str]]()  # the total of the team, and what follows it in a call that combines totals
+        for p in parts:
             function = f"[]({p.type} a, {p.type} b) -> {p.type} {{ return {p.combine('a', 'b')}; }}"
-            text = f"rlx_reduce{self.down}<{team}>({p.name}, {function})"
+            text = p.name if at.clustered else f"rlx_reduce{self.down}<{team}>({p.name}, {function})"
+            found.append((text, f"{p.type}({p.init}), {function})"))
+        each = 4 * at.lanes * at.parts
+        if at.leaving:
+            for n, (text, _) in enumerate(found):
+                self.line(f"all.give({n * each}, {text});")
+            self.line("if (!all.last()) return;")
+        for r, p, (text, function) in zip(s.reduces, parts, found):
             if at.adjacent:
-                text = f"all.all({self.told}, {p.name if at.clustered else text}, {p.type}({p.init}), {function})"
-                self.told += 4 * at.lanes * at.parts
+                text = f"all.gather({self.told}, {function}" if at.leaving else f"all.all({self.told}, {text}, {function}"
+                self.told += each
             self.names[r.result] = self.search(s, r, text, size) if searched else self.fix("r", r.result.dtype, p.result(text))
-        if at.adjacent and s.reduces and self.told == at.words - 1:
+        if at.adjacent and s.reduces and self.told == at.words - 1 and not at.leaving:
             self.line("all.leave();")
 
     def sum_of_few(self, near: Sequence[Partial], body: Callable[[], object]) -> None:
@@ -600,7 +631,7 @@ class CudaWriter(Writer):
         head = self.head(s, f"for (rlx_index {i} = {i + 's' if near else start}; {i} < {end}; {i} += {step}) {{", size)
         if near:
             narrow = self.launch.vector == 1 and all(x.buffer.dtype.itemsize <= 2 for x in walk(s.body) if isinstance(x, Load))
-            count = max(4, self.unrolled // size) * (1 + narrow) if len(head) > 1 else 1
+            count = self.at_once(s, size) * (1 + (narrow and not self.launch.leaving)) if len(head) > 1 else 1
             self.line(f"rlx_index {i}s = {start};")
             with self.scope([f"for (; {i}s + {(count - 1) * step} < {end}; {i}s += {count * step}) {{"]):
                 some = ["#pragma unroll", f"for (rlx_index {i} = {i}s; {i} < {i}s + {count * step}; {i} += {step}) {{"]

@@ -15,6 +15,7 @@ from operator import is_
 
 from rlx.backends.cuda.edges import cut_at_edges
 from rlx.backends.cuda.peel import Peel, peeled
+from rlx.backends.cuda.points import in_rows, merged
 from rlx.backends.cuda.rows import Row, recomputed, row_loops, row_of
 from rlx.backends.cuda.vectors import BYTES, MOST, loads, loads_ahead, lone, rows_last, width
 from rlx.backends.shared.contract_loops import without_contract
@@ -44,6 +45,7 @@ PARTS = (2, 4, 8, 16, 32)  # of a row: a GPU runs many more blocks at once, so t
 PACKED = (256, REGISTERS), (256, 40), (512, REGISTERS)  # threads of a block, and registers that hold two elements of a row each
 PART_LEAST = 4096  # elements of a row
 COLUMN_BYTES = 4 * PARTS[-1] * PART_WARPS * REGISTERS  # of a column that all parts keep
+FLYING = 128  # bytes of a long row that a thread has on their way, in elements of the least dtype
 FEW_LINES = 132  # rows: with as many, each block has one
 FEW_WARPS = 8  # whose lanes have adjacent columns: the last lanes may be idle if there are as many
 FEW_COLUMNS = 8  # of all lines: with fewer, the lanes of a warp would have nothing to do, and run along a line, too
@@ -124,7 +126,8 @@ class Launch:
     `parts`: blocks that share each line of a running total or of reductions, `part` elements of it each; they tell each other
     totals in `words` of 64 bits for each line, of which the last one is a counter. `adjacent`: they all wait for each other, and
     start together; else for those of earlier parts only. `clustered`: they are a cluster, whose blocks read each other's shared
-    memory in place of words. `segments`: the grid points are tiles of rows of groups. `peel`: of rows that begin anywhere."""
+    memory in place of words. `leaving`: no block waits; the last one of a line that tells its totals goes on with those of
+    all, the others leave. `segments`: the grid points are tiles of rows of groups. `peel`: of rows that begin anywhere."""
 
     kernel: Kernel
     team: int
@@ -140,6 +143,7 @@ class Launch:
     words: int = 0
     adjacent: bool = False
     clustered: bool = False
+    leaving: bool = False
     segments: Segments | None = None
     repeats: int = 1
     peel: Peel | None = None
@@ -327,10 +331,11 @@ def _in_parts(kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]]
     stored, loaded = ({x.buffer for x in inside if isinstance(x, kind)} for kind in (Store, Load))
     if not loops or not stored.isdisjoint(loaded.difference(kernel.locals)) or any(isinstance(x, Check) for x in inside):
         return None
-    tops = {s.buffer for s in kernel.body if isinstance(s, Store)}
-    if any(kernel.buffers[written] in tops for _, written in shared):  # another block may read it later
+    tops, single = {s.buffer for s in kernel.body if isinstance(s, Store)}, len(loops) == 1 and not kernel.locals
+    if not single and any(kernel.buffers[written] in tops for _, written in shared):  # another block may read it later
         return None
     extent, down = loops[0].extent, lanes_down(kernel, loops)
+    leaving = single and not down and _only_results(kernel)
     near = PARTS[: PARTS.index(CLUSTER) + 1] if clusters and points * CLUSTER >= FEW_LINES else ()
     if packed:
         found = next(filter(None, (row_of(kernel, (team,), n, (1, *near), packed=True) for team, n in PACKED)), None)
@@ -349,9 +354,11 @@ def _in_parts(kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]]
         part = row.rounds * row.size * team
     elif not kernel.locals and (lines := -(-points // WARP) if down else points) < FEW_LINES:
         least = PART_LEAST // WARP if down else PART_LEAST
-        part = max(least, -(-extent * lines // (2 * FEW_LINES)), -(-extent // PARTS[-1]))
+        part = max(least, -(-extent * lines // (2 * FEW_LINES)), 0 if leaving else -(-extent // PARTS[-1]))
         team = PART_WARPS if down else PART_TEAMS[-1] if part >= 2 * PART_TEAMS[-1] * MOST else team
-        part = -(-part // (team * MOST)) * team * MOST
+        each = [team * n // least_bytes(loops[0]) for n in (FLYING, FLYING // 2, FLYING // 4)] if leaving else []
+        whole = next((n for n in each if part >= 4 * n), team * MOST)
+        part = -(-part // whole) * whole
         if down and part >= extent:
             return None
     else:
@@ -360,7 +367,15 @@ def _in_parts(kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]]
     words = 4 * lanes * parts * sum(len(s.reduces) for s in loops) + 1
     at = Launch(kernel, team, team * lanes, lanes=lanes, row=row, parts=parts, part=part, words=words)
     together = clusters and 1 < parts <= CLUSTER and at.lines * CLUSTER >= FEW_LINES
-    return replace(at, adjacent=True, clustered=True) if together else _counted(replace(at, adjacent=parts > 1))
+    if together:
+        return replace(at, adjacent=True, clustered=True)
+    return _counted(replace(at, adjacent=parts > 1, leaving=leaving and parts > 1))
+
+
+def _only_results(kernel: Kernel) -> bool:
+    """Whether nothing but values and stores of results comes with one reduction: one block does what needs the totals."""
+    *before, loop = (s for s in kernel.body[: next(i for i, s in enumerate(kernel.body) if isinstance(s, Loop)) + 1])
+    return bool(loop.reduces) and not any(isinstance(x, Store) for x in (*before, *walk((loop,))))  # type: ignore[union-attr]
 
 
 def _counted(at: Launch) -> Launch:
@@ -426,6 +441,11 @@ def _memory_loads(s: Loop) -> list[Load]:
     return [x for x in walk((s,)) if isinstance(x, Load) and not isinstance(x.buffer, Local)]
 
 
+def least_bytes(s: Loop) -> int:
+    """Bytes of the smallest elements that it loads."""
+    return min((x.buffer.dtype.itemsize for x in _memory_loads(s)), default=1)
+
+
 def _flattened(kernel: Kernel) -> Kernel:
     """A vector loop without results whose siblings are values only becomes the fastest axis of the grid."""
     *before, last = kernel.body or (None,)
@@ -436,7 +456,7 @@ def _flattened(kernel: Kernel) -> Kernel:
     one_by_one = width(last.body, (), last.var, last.extent) == 1 and not kernel.limits
     if one_by_one and last.extent >= THREADS and math.prod(n for _, n in kernel.grid) >= FEW_LINES and _places(kernel):
         return kernel  # else each element would look for its row
-    return replace(kernel, grid=(*kernel.grid, (last.var, last.extent)), body=(*before, *last.body))
+    return in_rows(merged(replace(kernel, grid=(*kernel.grid, (last.var, last.extent)), body=(*before, *last.body))))
 
 
 def _long_outside(kernel: Kernel) -> Kernel:

@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlx.backends.cuda.dialect import CUDA
+from rlx.backends.cuda.points import counts
 from rlx.backends.cuda.render import UNROLLED, CudaWriter
 from rlx.backends.cuda.rows import recomputed, row_loops
 from rlx.backends.cuda.schedule import MULTIPROCESSORS, RESIDENT, SHORT, Launch
 from rlx.backends.cuda.vectors import width
 from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.lines import in_loops
-from rlx.ir.kernel import EXTREMES, Buffer, Expr, Kernel, Load, Local, Loop, Stmt, Store, Var, coefficient, const, is_const, walk
+from rlx.ir.kernel import EXTREMES, Buffer, Expr, Kernel, Load, Local, Loop, Stmt, Store, Var, coefficient, walk
 from rlx.ir.nest import substitute
 from rlx.ir.overlap import unaliased
 from rlx.records import record
@@ -92,13 +93,7 @@ def _of_row(x: object, var: Var, kernel: Kernel, extent: int) -> bool:
     """Whether a load or store in the loop over `var` is at that element of the point's own row: rows are adjacent in memory."""
     if not isinstance(x, Load | Store) or isinstance(x.buffer, Local) or x.guard is not None:
         return False
-    step, axes = extent, {var: 1}
-    for axis, n in reversed(kernel.grid):
-        axes[axis] = step
-        step *= n
-    known = all(y in axes for y in walk(x.index) if isinstance(y, Var | Load))
-    from_first = known and is_const(substitute(x.index, dict.fromkeys(axes, const(0))), 0)
-    return from_first and all(coefficient(x.index, v) == n for v, n in axes.items())
+    return counts(x.index, (*kernel.grid, (var, extent)))
 
 
 def _together(x: Load, var: Var, kernel: Kernel) -> bool:

@@ -169,11 +169,23 @@ template <int T, int LANES, int PARTS> struct rlx_line {
 
   /* The values of all parts, combined. `first`: of the words. */
   template <class V, class F> __device__ V all(int first, V own, V none, F op) {
+    give(first, own);
+    return gather(first, none, op);
+  }
+  template <class V> __device__ void give(int first, V own) {
     rlx_line here = {words + first, 0, part};
     if (me() == 0) here.tell(part, own);
+  }
+  template <class V, class F> __device__ V gather(int first, V none, F op) {
+    rlx_line here = {words + first, 0, part};
     V sum = none;
     for (int slot = me(); slot < PARTS; slot += T) sum = op(sum, here.template hear<V>(slot));
     return reduce(sum, op);
+  }
+  /* Whether this block is the last of its line to come here, after it gave its values: the others are not needed any more. */
+  __device__ bool last() {
+    leave();
+    return __syncthreads_or(threadIdx.x == 0 && heard == PARTS - 1);
   }
   template <class V, class F> static __device__ V reduce(V a, F op) {
     if constexpr (LANES > 1) return rlx_reduce_down<T>(a, op);

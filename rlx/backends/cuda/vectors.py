@@ -28,9 +28,12 @@ def width(stmts: Sequence[Stmt], ends: Sequence[Expr], var: Var, extent: int, ac
 
 
 def lone(loop: Loop) -> bool:
-    """Whether iterations only store, and load elements one by one: a thread does several at once."""
+    """Whether iterations only store, and load elements one by one: a thread does several at once. Those that load an element
+    where its own condition holds could store pairs."""
     stored = loop.vector and not loop.reduces and not loop.carries and all(isinstance(s, Let | Store | Check) for s in loop.body)
-    return stored and width(loop.body, (), loop.var, loop.extent) == 1
+    read = [x for x in walk(loop.body) if isinstance(x, Load)]
+    apart = bool(read) and not any(x.guard is None or steady(x.guard, loop.var, 2) for x in read)
+    return stored and width(loop.body, (), loop.var, loop.extent) <= 1 + apart
 
 
 def loads(stmts: Sequence[Stmt], ends: Sequence[Expr], var: Var, size: int) -> list[Load]:
