@@ -526,7 +526,7 @@ FEW_ROWS = {  # reductions of one or few long rows that nothing divides evenly: 
     "least": (lambda x: rlx.argmin(x, axis=0), (33_554_432,), "f32", 240),
     "of all axes": (rlx.min, (2, 25, 1888, 127), "f32", 240),
     "rows that begin anywhere": (lambda x: rlx.max(x, axis=1), (3, 5_061_281), "f32", 230),
-    "sums of what is computed": (lambda x: rlx.sum(rlx.exp(x) * x, axis=(1, 2)), (5, 1000, 100), "f32", 120),
+    "sums of what is computed": (lambda x: rlx.sum(rlx.exp(x) * x, axis=(1, 2)), (5, 20_000, 100), "f32", 240),
     "two in one": (lambda x: rlx.sum(x) / rlx.max(x), (5_061_281,), "f32", 240),
 }
 
@@ -594,7 +594,8 @@ PADS = {  # dims, dtype, low, high, then the grid, team and vector that move the
     "pairs": ((64, 3, 224, 224), "f32", (0, 0, 3, 3), (0, 0, 3, 3), (192, 230), 32, 1),
     "axes as one": ((26, 3, 128, 241), "i32", (0, 1, 0, 0), (0, 3, 0, 0), (26, 7, 30_848), 1, 4),
     "short rows": ((26, 30, 128, 50), "bf16", (1, 0, 1, 0), (0, 3, 0, 1), (27, 33, 129, 51), 1, 1),
-    "long rows": ((150, 2303), "f32", (3, 1), (1, 1), (154,), 256, 1),
+    "long rows": ((10, 15, 2303), "f32", (0, 3, 1), (0, 1, 1), (10, 19), 256, 1),
+    "one axis of rows": ((150, 2303), "f32", (3, 1), (1, 1), (154, 2305), 1, 1),
     "vectors": ((64, 3, 224, 224), "f32", (0, 0, 4, 4), (0, 0, 4, 4), (192, 232, 232), 1, 4),
 }
 

@@ -24,6 +24,7 @@ FEW_RESULTS = 16  # threads for each: with more, a thread sums all elements of o
 NARROW = 16  # times the columns of a block of threads: in wider rows few lanes are idle
 WIDE = 1 << 12  # columns of parts that lie side by side, at least
 LONG = 256  # elements of such a part, at least
+SHARED_ROW = 1 << 20  # elements: two kernels for a shorter row are faster than one whose blocks tell each other their results
 KEPT = 8  # times the elements that all points read: no kernel keeps a longer row, to read it again
 
 
@@ -115,8 +116,9 @@ def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target, a
     kept = sizes[last] <= KEPT * target.points * target.point_elements
     near = sizes[last] * source.dtype.compute.itemsize <= target.column_bytes
     read_again = not only_reader and (near or (last == len(runs) - 1 and kept))
-    shared = target.shares_rows and only_reader and last == len(runs) - 1 and _of_memory(source)
-    parts = 1 if read_again or short or shared else _parts(sizes, last, target)
+    parts = 1 if read_again or short else _parts(sizes, last, target)
+    if target.shares_rows and only_reader and last == len(runs) - 1 and sizes[last] > SHARED_ROW and _of_memory(source):
+        parts = 1
     if len(axes) == parts == 1 or (apart and len(todo) == parts == 1):
         return None
     beside = _parts_beside(sizes, last, target) if parts > 1 else 0

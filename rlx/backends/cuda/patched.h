@@ -3,16 +3,16 @@
    sums of S hold meanwhile, in order. Picks are numbers below PICKS, those of one cell from least to greatest. A cell has GROUPS groups of
    COLUMNS elements, of which has(cell, group) are in the tile. inside(e), at(e): of the tile's element e, whether it has that, and the
    place in the tensor. `from`: the tensor that is copied, or one number if that FILLS it; what is there already `stays`. look(pick)
-   reads an index, and place(pick, that) is the cell, or -1. pick(cell, n): the cell's pick number n, of COUNT, if it selects that one. */
-template <int T, int V, int SIZE, int CELLS, int GROUPS, int COLUMNS, int PICKS, int COUNT, bool FILLS, class S,
-          class E, class I, class A, class L, class P, class N, class H, class B, class U, class O, class Z>
-RLX_FN void rlx_patch(E* out, const E* from, int picks, bool stays, I inside, A at, L look, P place, N pick, H has, B begin, U added, O op,
+   reads an index, and place(pick, that) is the cell, or -1. */
+template <int T, int V, int SIZE, int CELLS, int GROUPS, int COLUMNS, int PICKS, bool FILLS, class S,
+          class E, class I, class A, class L, class P, class H, class B, class U, class O, class Z>
+RLX_FN void rlx_patch(E* out, const E* from, int picks, bool stays, I inside, A at, L look, P place, H has, B begin, U added, O op,
                       Z finish) {
-  constexpr int ROOM = 2048, AHEAD = 4, EACH = PICKS < 8 * T ? (PICKS + T - 1) / T : 8, WORDS = CELLS / 32 + 1;
+  constexpr int AHEAD = 4, EACH = PICKS < 8 * T ? (PICKS + T - 1) / T : 8, WORDS = CELLS / 32 + 1;
   constexpr int TURN = SIZE / (T * V) < 8 ? SIZE / (T * V) : 8, TURNS = SIZE / (T * V * TURN);
   static_assert(TURNS * TURN * T * V == SIZE && (unsigned long long)CELLS * PICKS <= ~0u, "whole turns, and keys of 32 bits");
   __shared__ unsigned hit[WORDS], twice[WORDS]; /* bits of cells that are selected, and of those that several picks select */
-  __shared__ __align__(16) unsigned keys[ROOM], again[ROOM]; /* cells and picks: all, as they are found; those of cells with several */
+  __shared__ __align__(16) unsigned keys[PICKS], again[PICKS]; /* cells and picks: all, as they are found; those of cells with several */
   __shared__ int found, repeated;
   E kept[TURN][V];
   const auto is = [](const unsigned* bits, int n) { return bits[n / 32] >> n % 32 & 1; };
@@ -39,8 +39,7 @@ RLX_FN void rlx_patch(E* out, const E* from, int picks, bool stays, I inside, A 
       if (to < 0) continue;
       const unsigned bit = 1u << to % 32;
       if (atomicOr(hit + to / 32, bit) & bit) atomicOr(twice + to / 32, bit);
-      const int number = atomicAdd(&found, 1);
-      if (number < ROOM) keys[number] = (unsigned)to * PICKS + first + n * T;
+      keys[atomicAdd(&found, 1)] = (unsigned)to * PICKS + first + n * T;
     }
   }
   __syncthreads();
@@ -72,28 +71,6 @@ RLX_FN void rlx_patch(E* out, const E* from, int picks, bool stays, I inside, A 
     }
     finish(to, group, sum);
   };
-  if (all > ROOM) { /* picks that are together by chance: looked at again */
-    for (int n = threadIdx.x; n < picks; n += T) {
-      const int to = place(n, look(n));
-      for (int group = 0; to >= 0 && !is(twice, to) && group < GROUPS; group++)
-        if (has(to, group)) patch(to, group, 1, nullptr, n);
-    }
-    for (int id = threadIdx.x; id < CELLS * GROUPS; id += T) {
-      const int to = id / GROUPS, group = id % GROUPS;
-      if (!is(twice, to) || !has(to, group)) continue;
-      S sum[COLUMNS], more[COLUMNS];
-      begin(to, group, sum);
-      #pragma unroll 4
-      for (int n = 0; n < COUNT; n++) {
-        const int own = pick(to, n);
-        if (place(own, look(own)) != to) continue;
-        added(own, to, group, more);
-        for (int v = 0; v < COLUMNS; v++) sum[v] = op(sum[v], more[v]);
-      }
-      finish(to, group, sum);
-    }
-    return;
-  }
   for (int id = threadIdx.x; id < all * GROUPS; id += T) {
     const unsigned key = keys[id / GROUPS];
     const int to = key / PICKS, group = id % GROUPS;

@@ -86,8 +86,8 @@ class PatchWriter(UpdateWriter):
         cells = (p.size - 1) // p.inner + 2 if found.of_all else p.size
         fills = str(is_const(found.first.value.index)).lower()  # type: ignore[union-attr]
         groups = -(-min(p.inner, p.size) // at.vector) if found.of_all else 1
-        sizes = f"{at.threads}, {vector}, {p.size}, {cells}, {groups}, {at.vector}, {p.picks}, {found.count}, {fills}"
-        functions = f"inside, at, look, place, pick_of, has, begin, added, {self.combined()}, finish"
+        sizes = f"{at.threads}, {vector}, {p.size}, {cells}, {groups}, {at.vector}, {p.picks}, {fills}"
+        functions = f"inside, at, look, place, has, begin, added, {self.combined()}, finish"
         self.line(f"rlx_patch<{sizes}, {kind}, {element}>({self.names[out.buffer]}, from, picks, stays, {functions});")
 
     @contextmanager
@@ -132,10 +132,6 @@ class PatchWriter(UpdateWriter):
                 to, most = f"line * {self.places} + {place} - row", f"(first + size - 1) / {p.inner} - row"
             self.line(f"const int to = {inside} ? {to} : -1;")
             self.line(f"return to >= 0 && to <= {most} ? to : -1;")
-        with self.of("pick_of", "int cell, int n", "int"):
-            line, c = f"at(cell) / {self.line_size}", f"at(cell) % {p.inner} - column" if self.own > 1 else "0"
-            line = f"(row + cell) / {self.places}" if found.of_all else line
-            self.line(f"return (({line} - outer) * {found.count} + n) * {self.own} + {c};")
 
     def of_cells(self, kind: str) -> None:
         """A cell is an element, or the part of a row in the tile if indices are the same for all columns."""

@@ -49,7 +49,8 @@ def in_rows(kernel: Kernel) -> Kernel:
     enough = (extent >= LEAST and points >= ROWS) or (extent >= LONG and points >= FEW)
     loads = [x for x in walk(kernel.body) if isinstance(x, Load)]
     guarded = loads and all(x.guard is not None and coefficient(x.index, var) == 1 for x in loads)
-    if not enough or not guarded or kernel.limits or kernel.locals:
+    divided = len(loads) > 1 or len([n for _, n in others if n > 1]) > 1  # else a point takes one division
+    if not enough or not guarded or not divided or kernel.limits or kernel.locals:
         return kernel
     if not all(isinstance(s, Let | Store | Check) for s in kernel.body):
         return kernel

@@ -49,7 +49,7 @@ COPIED = 3.5e6  # bytes in 1 µs
 PATCHED, MOSTLY = 1 << 20, 2  # bytes that are worth it; times as long as the copy alone, of one that is chosen unseen
 TILES, WAVE = (1 << 13, 1 << 14, 1 << 15, 1 << 16), 132  # bytes of a tile; tiles that the last multiprocessors wait for
 ACROSS = 64, 128  # bytes of a row of a tile, where lines have indices of their own
-TILE_ROOM = 2048  # updates of a tile whose places and numbers a block keeps
+TILE_ROOM = 4096  # indices that may select places of a tile: a block has room for all, and compares those that select the same
 COMBINED = ("add", "mul", "max", "min")
 
 
@@ -169,8 +169,7 @@ def patch_of(kernel: Kernel) -> Patch | None:
         return Patch(size, columns, inner, picks, tiles, copy, time)
 
     def fits(at: Patch) -> bool:
-        most = at.picks if found.of_all else 2 * updates // at.tiles  # of which a block keeps the numbers
-        return most <= TILE_ROOM and (at.size + 2) * at.picks < 1 << 32 and at.picks < WIDE // 2
+        return at.picks <= TILE_ROOM and (at.size + 2) * at.picks < 1 << 32
 
     widths = [0, *(n // each for n in ACROSS if not found.of_all and n // each < inner)]
     sizes = [(n // each, columns) for n in TILES for columns in widths if not columns or n // each <= columns * found.end.extent]
