@@ -66,8 +66,10 @@ def swish(x: Value, alpha: float = 1.0) -> Value:
 @function
 @widened
 def mish(x: Value) -> Value:
-    """x * tanh(softplus(x))."""
-    return x * ops.tanh(ops.softplus(x))
+    """x * tanh(softplus(x)); tanh(log(1 + u)) is (u * u + 2 * u) / (u * u + 2 * u + 2), here with powers of exp(-|x|) <= 1."""
+    e, positive = ops.exp(-ops.abs(x)), x >= 0.0
+    part = ops.where(positive, 2.0 * e + 1.0, e * (e + 2.0))
+    return x * (part / (part + ops.where(positive, 2.0 * e * e, 2.0)))
 
 
 @function
