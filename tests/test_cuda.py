@@ -18,7 +18,7 @@ import rlx
 from rlx.backends.cuda import attention, scatter, variances, vectors
 from rlx.backends.cuda.backend import CudaBackend, target
 from rlx.backends.cuda.chain import Chain
-from rlx.backends.cuda.code import cubin, launch_of, text_of
+from rlx.backends.cuda.code import cubin, is_wide, launch_of, text_of
 from rlx.backends.cuda.code import launches_of as found_launches
 from rlx.backends.cuda.columns import ColumnsLaunch
 from rlx.backends.cuda.contract import Tile
@@ -737,6 +737,31 @@ def test_lanes_have_adjacent_columns(name):
         for arch in ("sm_80", "sm_90a"):
             (report,) = reports(text_of(launch_of(found.kernel, arch), "kernel"), arch).values()
             assert not report.spilled
+
+
+@pytest.mark.parametrize("dims", [(32, 128), (3, 32, 64), (33, 128), (16, 128), (2000, 62)])
+def test_totals_of_16_bits_down_columns_compile(dims):
+    """Of 32 rows a thread has one column; of more, two."""
+    found = launch_of(one(lambda g: rlx.cumsum(g.input("x", dims, "bf16"), axis=len(dims) - 2)), "sm_90a")
+    assert cubin(text_of(found, "kernel"), "sm_90a") and found.vector == 1 + (dims[-2] > 32 and dims[-1] % 64 == 0)
+
+
+def test_totals_down_columns_that_are_dynamic_have_no_parts():
+    g = rlx.Graph("g")
+    g.set_outputs([rlx.cumsum(g.input("x", (2000, "n"), "bf16"), axis=0)])
+    (step,) = lower(g, target("sm_90a"), rlx.CompileOptions().bind_extent("n", 640)).steps
+    found = launch_of(step.kernel, "sm_90a")
+    assert found.parts == 1 and cubin(text_of(found, "kernel"), "sm_90a")
+
+
+def test_rows_that_end_near_2_to_31_have_positions_of_64_bits():
+    (kernel,) = kernels(graph(lambda g: rlx.max(g.input("x", (2**31 - 8,), "i8"), axis=0)))
+    assert is_wide(launch_of(kernel, "sm_90a"))
+
+
+def test_spare_lanes_of_a_cluster_store_nothing():
+    found = launch_of(one(lambda g: rlx.sum(g.input("x", (4096, 4108), "f32"), axis=0)), "sm_90a")
+    assert found.clustered and found.points % 32 and "&& !spare" in text_of(found, "kernel")
 
 
 def test_parts_of_narrow_columns_lie_side_by_side():

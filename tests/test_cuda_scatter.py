@@ -12,7 +12,7 @@ import pytest
 
 import rlx
 from rlx.backends.cuda.backend import target
-from rlx.backends.cuda.code import launch_of, text_of
+from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.gpu import refusal
 from rlx.backends.cuda.patched import PatchLaunch
 from rlx.backends.cuda.replaced import ReplaceLaunch
@@ -180,6 +180,13 @@ def test_rows_of_updates_are_read_in_vectors(dims: tuple[int, ...], count: int, 
     for arch in ("sm_80", "sm_90a", "sm_100"):
         (report,) = reports(text, arch).values()
         assert not report.stack and not report.spilled
+
+
+def test_the_lists_of_a_tile_fit_its_static_shared_memory() -> None:
+    pytest.importorskip("cuda.core")
+    for dims, count, mode in (((1 << 24,), 4000, "rows"), ((100_000, 1000), 62, "add")):
+        assert cubin(text_of(patched(dims, 0, count, mode, "i8"), "kernel"), "sm_80")
+    assert not isinstance(launch_of(kernel_of((3000, 33_333), 0, 1024, "rows", "f32")), PatchLaunch), "rows of odd lengths"
 
 
 def test_updates_whose_results_are_compared_on_a_gpu_are_patched() -> None:

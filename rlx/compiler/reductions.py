@@ -4,7 +4,7 @@ axes are merged; of several axes the last is reduced first; a reduction with too
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -64,6 +64,13 @@ def reductions(graph: Graph, compilation: Compilation) -> Graph:
         runs = [tuple(run) for _, run in groupby(range(source.rank), key=axes.__contains__)]
         return not all(one_stride(layout, dims, run) for layout, dims in layouts for run in runs)
 
+    def along_rows(node: Node) -> bool:
+        """True if elements along the last axis are adjacent in memory, as far as they are of views."""
+        if found := views(node.inputs[0]):
+            places[:] = places or [Places(graph)]
+        layouts = [(places[0].locate(v)[1].strides, v.shape.static) for v in found]
+        return all(next((s for s, d in zip(strides[::-1], dims[::-1]) if d != 1), 1) == 1 for strides, dims in layouts)
+
     target, whole = compilation.target, set[Node]()  # new reductions that are in one step
     alone: set[Node] = set()  # new nodes whose original had one reader
 
@@ -74,7 +81,7 @@ def reductions(graph: Graph, compilation: Compilation) -> Graph:
         if node.op.kind is not Kind.REDUCE:
             return kept
         only_reader = len(readers[node.inputs[0]]) == 1 and not (target.few_kernels and _reads_results(kept[0].node, whole))
-        made = _in_steps(kept[0].node, only_reader, alone, target, apart(node))
+        made = _in_steps(kept[0].node, only_reader, alone, target, apart(node), lambda: along_rows(node))
         if made is None:
             whole.add(kept[0].node)
             return kept
@@ -99,7 +106,9 @@ def _reads_results(node: Node, whole: set[Node]) -> bool:
     return False
 
 
-def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target, apart: bool) -> Value | None:
+def _in_steps(
+    node: Node, only_reader: bool, alone: set[Node], target: Target, apart: bool, along_rows: Callable[[], bool]
+) -> Value | None:
     """The result of a reduction in several simpler nodes; None if it needs no change."""
     source, result = node.inputs[0], node.shapes[0]
     dims, axes = source.shape.static, reduction(node).axes
@@ -117,7 +126,8 @@ def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target, a
     near = sizes[last] * source.dtype.compute.itemsize <= target.column_bytes
     read_again = not only_reader and (near or (last == len(runs) - 1 and kept))
     parts = 1 if read_again or short else _parts(sizes, last, target)
-    if target.shares_rows and only_reader and last == len(runs) - 1 and sizes[last] > SHARED_ROW and _of_memory(source):
+    long = only_reader and last == len(runs) - 1 and sizes[last] > SHARED_ROW
+    if target.shares_rows and long and _of_memory(source) and along_rows():
         parts = 1
     if len(axes) == parts == 1 or (apart and len(todo) == parts == 1):
         return None

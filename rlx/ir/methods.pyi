@@ -378,7 +378,7 @@ class Methods:
     def hard_sigmoid(self, alpha: float=1 / 6, beta: float=0.5) -> Value: """clip(alpha * x + beta, 0, 1)."""
     def hard_swish(self) -> Value: """x * hard_sigmoid(x)."""
     def swish(self, alpha: float=1.0) -> Value: """x * sigmoid(alpha * x); with 1.702 for alpha, an approximation of gelu."""
-    def mish(self) -> Value: """x * tanh(softplus(x))."""
+    def mish(self) -> Value: """x * tanh(softplus(x)); tanh(log(1 + u)) is (u * u + 2 * u) / (u * u + 2 * u + 2), here with powers of exp(-|x|) <= 1."""
     def softsign(self) -> Value: """x / (1 + |x|)."""
     def shrink(self, threshold: float=0.5, bias: float=0.0) -> Value: """x moved towards zero by `bias`; 0 where |x| <= threshold."""
     def thresholded_relu(self, threshold: float=1.0) -> Value: """x where x > threshold, else 0."""

@@ -103,6 +103,7 @@ class CudaCode:
         return CudaCode(name, "", cubin, blocks, threads, shared, scratch, counters, *known)
 
 
+BEYOND = 1 << 24  # elements by which the last part of a row may pass its end, at most
 SMALL, MIDDLE = 99 << 10, 163 << 10
 SHARED_BYTES = {80: MIDDLE, 86: SMALL, 87: MIDDLE, 89: SMALL, 120: SMALL, 121: SMALL}  # of a block, by compute capability
 
@@ -148,7 +149,7 @@ def text_of(at: Launch, name: str) -> str:
 
 def is_wide(at: Launch) -> bool:
     """True if positions take 64 bits."""
-    return at.points >= WIDE or any(b.size >= WIDE for b in at.kernel.buffers) or at.blocks * at.threads >= WIDE
+    return at.points >= WIDE or any(b.size >= WIDE - BEYOND for b in at.kernel.buffers) or at.blocks * at.threads >= WIDE
 
 
 def prologue(wide: bool) -> str:

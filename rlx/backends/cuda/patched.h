@@ -8,7 +8,7 @@ template <int T, int V, int SIZE, int CELLS, int GROUPS, int COLUMNS, int PICKS,
           class E, class I, class A, class L, class P, class H, class B, class U, class O, class Z>
 RLX_FN void rlx_patch(E* out, const E* from, int picks, bool stays, I inside, A at, L look, P place, H has, B begin, U added, O op,
                       Z finish) {
-  constexpr int AHEAD = 4, EACH = PICKS < 8 * T ? (PICKS + T - 1) / T : 8, WORDS = CELLS / 32 + 1;
+  constexpr int AHEAD = COLUMNS > 8 ? 1 : 4, EACH = PICKS < 8 * T ? (PICKS + T - 1) / T : 8, WORDS = CELLS / 32 + 1;
   constexpr int TURN = SIZE / (T * V) < 8 ? SIZE / (T * V) : 8, TURNS = SIZE / (T * V * TURN);
   static_assert(TURNS * TURN * T * V == SIZE && (unsigned long long)CELLS * PICKS <= ~0u, "whole turns, and keys of 32 bits");
   __shared__ unsigned hit[WORDS], twice[WORDS]; /* bits of cells that are selected, and of those that several picks select */

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import BEGIN
-from rlx.backends.cuda.scatter import Patch, UpdateWriter, name_pick, patch_of, shares, unclamped, way_of
+from rlx.backends.cuda.scatter import Patch, UpdateWriter, name_pick, patch_of, shares, tile_cells, unclamped, way_of
 from rlx.backends.cuda.schedule import Launch
 from rlx.backends.cuda.vectors import BYTES
 from rlx.ir.nest import joined
@@ -83,7 +83,7 @@ class PatchWriter(UpdateWriter):
             self.of_picks()
             self.of_cells(kind)
         vector = math.gcd(BYTES // out.buffer.dtype.itemsize, *((p.columns, p.inner) if p.columns else ()))
-        cells = (p.size - 1) // p.inner + 2 if found.of_all else p.size
+        cells = tile_cells(p, found.of_all)
         fills = str(is_const(found.first.value.index)).lower()  # type: ignore[union-attr]
         groups = -(-min(p.inner, p.size) // at.vector) if found.of_all else 1
         sizes = f"{at.threads}, {vector}, {p.size}, {cells}, {groups}, {at.vector}, {p.picks}, {fills}"

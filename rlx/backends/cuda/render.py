@@ -293,8 +293,10 @@ class CudaWriter(Writer):
             yield f"const rlx_uindex first = (rlx_uindex){number} * {each * at.repeats} + {place};"
             return
         # every lane of a cluster counts: spare lanes repeat the last one
-        stop = f"point = {at.points - 1}" if at.clustered else "return"
-        yield from self.of_point(self.first_point(f"(rlx_uindex){number}{mine}"), f"if (point >= {at.points}) {stop};")
+        stops = [f"if (point >= {at.points}) return;"]
+        if at.clustered:
+            stops = [f"const bool spare = point >= {at.points};", f"if (spare) point = {at.points - 1};"]
+        yield from self.of_point(self.first_point(f"(rlx_uindex){number}{mine}"), *stops)
 
     def of_point(self, number: str, *stop: str) -> Iterator[str]:
         """The coordinates of a point."""
@@ -453,7 +455,7 @@ class CudaWriter(Writer):
         if any(isinstance(x, Load) and x.buffer in written for x in walk(stores)):
             self.line(self.sync)  # every thread has read the values that the first one overwrites
         every = self.launch.adjacent and not self.launch.leaving  # block of a line comes here
-        with self.scope([f"if (me == 0{' && part == 0' * every}) {{"]):
+        with self.scope([f"if (me == 0{' && part == 0' * every}{' && !spare' * self.launch.clustered}) {{"]):
             super().write(held)
         self.exchanged(*stores)
 

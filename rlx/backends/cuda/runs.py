@@ -254,7 +254,8 @@ class Replay:
         rings = self._log.rings if self._log is not None else []
         behind = [self._chosen(ring.routers) for ring in rings]
         for n, (code, steps) in enumerate(self.launches):
-            own.launch(code, steps, given=self._given, early=n > 0 or self.fed, written=written)
+            early = (n > 0 or self.fed) and not code.waiting  # there may be no room for all beside the kernel in front
+            own.launch(code, steps, given=self._given, early=early, written=written)
             written.update(*(step.writes for _, step in steps))
             for ring in (ring for ring, at in zip(rings, behind) if at == n):
                 own.support("rlx_log", ring.blocks, [*ring.arguments, own.watch.halt], early=True)

@@ -126,7 +126,8 @@ class Scan:
             for x, name in out.values():
                 place = f"{w.names[x.buffer]} + {w.at_first(x.index, s.var, f'{self.i}_0')}"
                 some = f"rlx_put_inside<{self.size}>({place}, {name}, {self.first}, {self.extent});"
-                text = some if self.peel else f"rlx_put<{self.size}>({place}, {name});"
+                put = some if self.peel else f"rlx_put<{self.size}>({place}, {name});"
+                text = w.stored * isinstance(x.buffer, Buffer) + put
                 w.line(text if self.even else f"if ({self.first} < {self.extent}) {text}")
 
 
@@ -219,7 +220,8 @@ class ScanDown:
             w.line(f"{self.own}[0].at[v] = {w.value(self.carry.next)};")
             w.vector_stores = {}
         for x, name in out.values():
-            w.line(f"rlx_put<{self.size}>({w.names[x.buffer]} + {w.at_first(x.index, self.column, self.first)}, {name});")
+            place = f"{w.names[x.buffer]} + {w.at_first(x.index, self.column, self.first)}"
+            w.line(f"{w.stored * isinstance(x.buffer, Buffer)}rlx_put<{self.size}>({place}, {name});")
 
     def sum(self, a: str, b: str) -> str:
         return CUDA.apply(self.op, (a, b), self.dtype, self.dtype)

@@ -49,7 +49,9 @@ COPIED = 3.5e6  # bytes in 1 µs
 PATCHED, MOSTLY = 1 << 20, 2  # bytes that are worth it; times as long as the copy alone, of one that is chosen unseen
 TILES, WAVE = (1 << 13, 1 << 14, 1 << 15, 1 << 16), 132  # bytes of a tile; tiles that the last multiprocessors wait for
 ACROSS = 64, 128  # bytes of a row of a tile, where lines have indices of their own
-TILE_ROOM = 4096  # indices that may select places of a tile: a block has room for all, and compares those that select the same
+STATIC = 48 << 10  # bytes of shared memory of a block without further ado
+TILE_ROOM = 4096  # indices that may select places of a tile, at most: a block lists all, and compares those that select the same
+ACROSS_MOST = 1 << 10  # vectors of a row of a tile, which a block adds up by itself if all updates are of one row
 COMBINED = ("add", "mul", "max", "min")
 
 
@@ -141,6 +143,11 @@ class Patch:
     time: float
 
 
+def tile_cells(at: Patch, of_all: bool) -> int:
+    """The places of a tile, at most: rows that indices select as a whole, or elements."""
+    return (at.size - 1) // at.inner + 2 if of_all else at.size
+
+
 @kept
 def patch_of(kernel: Kernel) -> Patch | None:
     """The best tiles of a scatter as a copy with few updates; None: it is small, starts neither from a tensor of its layout nor
@@ -169,7 +176,9 @@ def patch_of(kernel: Kernel) -> Patch | None:
         return Patch(size, columns, inner, picks, tiles, copy, time)
 
     def fits(at: Patch) -> bool:
-        return at.picks <= TILE_ROOM and (at.size + 2) * at.picks < 1 << 32
+        cells, across = tile_cells(at, found.of_all), min(inner, at.size) // math.gcd(vector, inner) if found.of_all else 1
+        room = at.picks <= TILE_ROOM and 8 * (cells // 32 + 1 + at.picks) + 64 <= STATIC
+        return room and across <= ACROSS_MOST and (at.size + 2) * at.picks < 1 << 32
 
     widths = [0, *(n // each for n in ACROSS if not found.of_all and n // each < inner)]
     sizes = [(n // each, columns) for n in TILES for columns in widths if not columns or n // each <= columns * found.end.extent]
@@ -435,5 +444,6 @@ class ScatterWriter(UpdateWriter):
 
 __all__ = [
     "Patch", "ScatterLaunch", "ScatterWriter", "UpdateWriter", "name_pick", "patch_of", "scatter_of", "scattered", "scheduled",
+    "tile_cells",
     "shares", "unclamped", "way_of",
 ]  # fmt: skip

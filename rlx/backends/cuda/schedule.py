@@ -273,19 +273,19 @@ def _running(kernel: Kernel) -> Launch | None:
     simple = all(isinstance(s, Let) for s in before) and all(isinstance(s, Let | Store) for s in last.body)
     strides, down = [coefficient(x.index, last.var) for x in _memory_loads(last)], _down(kernel, [last])
     least = WARP if down or math.prod(n for _, n in kernel.grid) >= BUSY_THREADS else HALF_WARP
-    if last.extent < least or not simple or not (down or {1, -1} & {*strides}):
+    limited = {x.var for x in kernel.limits}.intersection(v for v, _ in kernel.grid)  # lanes that leave tell no totals
+    if last.extent < least or not simple or not (down or {1, -1} & {*strides}) or (down and limited):
         return None
     peel, extent = None, last.extent
     if not down and not kernel.limits and (found := peeled(kernel, [last])):
         (kernel, peel), extent = found, extent + found[1].size - 1
     own = last.carries[0].var.dtype.compute.itemsize
     each = min((PART_BYTES << down) // max(2, *(x.buffer.dtype.itemsize for x in _memory_loads(last)), own // 2), 32)
-    vector = _beside(kernel, last) if down else 1
     each = each if down else min(each, 1 << (-(-extent // WARP) - 1).bit_length())
     team, most = (1, PART_WARPS) if down else (WARP, PART_THREADS)
     while team < most and team * each < extent:
         team *= 2
-    parts = -(-extent // (team * each))
+    vector, parts = _beside(kernel, last) if down and team > 1 else 1, -(-extent // (team * each))
     if parts > 1:
         size = 1 if down else running_size(kernel.body[-1], peel, each)  # type: ignore[arg-type]
         parts, each = _even_parts(extent, team, each, size, not peel and vector == 1)

@@ -82,9 +82,13 @@ def _by_digits(kernel: Kernel, sort: Sort, most: int, multiprocessors: int) -> D
         each = -(-n // team)
         return DigitLaunch(kernel, team, team, _tile_bytes(key, each), each=each, key=key)
     at_once = min(2, (most + RESERVED) // (_tile_bytes(key, each) + 2 * RESERVED)) * multiprocessors
+    if at_once < 2:
+        return None
     tiles = -(-n // (team * each * at_once))
     lines = rows if tiles == 1 else 1  # that run at once
     each = max(DIGIT_LEAST, min(each, -(-n * lines // (team * at_once * tiles))))
+    parts = -(-n // (tiles * team * each))
+    each = max(DIGIT_LEAST, -(-n // (tiles * team * parts)))  # keys of all parts alike
     part = tiles * team * each
     parts = -(-n // part)
     scratch, groups = (1 + (key > 2)) * part * (key + 4) + 4 * DIGITS, -(-parts // GROUP)
