@@ -125,6 +125,7 @@ def measured(case: Case, dtype: str, with_torch: bool, kernels: bool) -> str:
     if case.name in SORTS:
         calls["torch"] = lambda: case.theirs(torch, *held)
     if with_torch and case.theirs is not _no_peer:
+        torch._dynamo.reset()  # else it gives up after eight cases
         run = torch.compile(lambda *xs: case.theirs(torch, *xs), dynamic=False)
         run(*held)
         graph = torch.cuda.CUDAGraph()
