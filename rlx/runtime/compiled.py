@@ -714,7 +714,7 @@ class CompiledGraph(Shown):
 
     def _check_has_run(self) -> None:
         if not self._gate.generation:
-            raise BindingError(f"{self._program.name} has not run yet")
+            raise BindingError(f"{self._program.name} has not run yet, so it has no outputs to read: run it first")
 
     def _read(self, indices: Iterable[int]) -> list[np.ndarray]:
         """Fresh arrays of these outputs. The others are not read from the device."""
