@@ -11,16 +11,15 @@ from types import SimpleNamespace
 import device_conformance as conformance
 import numpy as np
 import pytest
-from cuda_kernels import assembled, reports
+from cuda_kernels import assembled
 from op_cases import cases
 
 import rlx
-from rlx.backends.cuda import attention, scatter, variances, vectors
+from rlx.backends.cuda import attention, scatter, vectors
 from rlx.backends.cuda.backend import CudaBackend, target
 from rlx.backends.cuda.chain import Chain
-from rlx.backends.cuda.code import cubin, is_wide, launch_of, text_of
+from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.code import launches_of as found_launches
-from rlx.backends.cuda.columns import ColumnsLaunch
 from rlx.backends.cuda.contract import Tile
 from rlx.backends.cuda.fma import SIZES, FmaLaunch, by_fma
 from rlx.backends.cuda.gemv import GemvLaunch
@@ -521,94 +520,6 @@ def test_lines_are_divided_among_blocks(name):
         assert cubin(text_of(at, "kernel"), arch)
 
 
-FEW_ROWS = {  # reductions of one or few long rows that nothing divides evenly: build, dims, dtype, the least number of blocks
-    "product": (rlx.prod, (56_057_884,), "bf16", 240),
-    "least": (lambda x: rlx.argmin(x, axis=0), (33_554_432,), "f32", 240),
-    "of all axes": (rlx.min, (2, 25, 1888, 127), "f32", 240),
-    "rows that begin anywhere": (lambda x: rlx.max(x, axis=1), (3, 5_061_281), "f32", 230),
-    "sums of what is computed": (lambda x: rlx.sum(rlx.exp(x) * x, axis=(1, 2)), (5, 20_000, 100), "f32", 240),
-    "two in one": (lambda x: rlx.sum(x) / rlx.max(x), (5_061_281,), "f32", 240),
-}
-
-
-@pytest.mark.parametrize("name", FEW_ROWS)
-def test_all_multiprocessors_reduce_a_long_row_and_none_waits(name):
-    """The block that is last to tell its total combines them, in an order that is not that of time."""
-    build, dims, dtype, blocks = FEW_ROWS[name]
-    at = launch_of(one(lambda g: build(g.input("x", dims, dtype))), "sm_90a")
-    text, turns = text_of(at, "kernel"), at.part // at.team
-    assert at.leaving and at.blocks >= blocks and at.part * at.parts * at.lines >= math.prod(dims) and cubin(text, "sm_90a")
-    assert text.count("all.last()) return;") == 1 and "all.all(" not in text and "all.leave" not in text
-    assert turns % 8 == 0 and at.counters == 2 * at.words * at.lines
-
-
-VARIANCES = {  # dims, axes, then the kernels, of which the first one alone reads the elements, and the rows that it keeps
-    "a row": ((8_000_000,), (0,), 2, (1000, 8000)),
-    "a row that nothing divides": ((6_506_843,), (0,), 4, (1509, 4312)),
-    "rows that begin anywhere": ((2, 6_506_846), (1,), 2, (2494, 5218)),
-    "images": ((32, 64, 56, 56), (0, 2, 3), 2, (2048, 3136)),
-    "columns": ((400, 4096, 64), (0, 1), 2, (3200 * 64, 512)),
-    "images of few pixels": ((128, 512, 7, 7), (0, 2, 3), 2, (128 * 512, 49)),
-    "all axes": ((3, 18, 341, 512), (0, 1, 2, 3), 2, (1152, 8184)),
-}
-
-
-@pytest.mark.parametrize("name", VARIANCES)
-def test_a_large_variance_reads_its_elements_once(name):
-    dims, axes, count, (rows, size) = VARIANCES[name]
-    first, *others = kernels(graph(lambda g: rlx.variance(g.input("x", dims, "bf16"), axis=axes)))
-    at, size_of = launch_of(first, "sm_90a"), lambda kernel: max(b.size for b in kernel.buffers if not b.writable)
-    assert len(others) == count - 1 and at.row and at.row.keys and math.prod(n for _, n in at.kernel.grid) == rows
-    assert len([b for b in first.buffers if b.writable]) == 3 and size_of(first) == math.prod(dims)
-    assert at.row.extent in range(size - 15, size + 1) and cubin(text_of(at, "kernel"), "sm_90a")
-    few = [kernel for kernel in others if size_of(kernel) == math.prod(dims)]  # elements that are left over
-    assert all(s.extent < 100 for kernel in few for s in kernel.body if isinstance(s, Loop)) and len(few) == (count > 2)
-
-
-@pytest.mark.parametrize(
-    "dims, axes",
-    [((4_500_011,), (0,)), ((64, 20, 300), (0, 2)), ((3, 700_000), (1,)), ((2, 3, 600_011), (0, 2)), ((20, 9, 700, 33), (2, 0))],
-)
-@pytest.mark.parametrize("mean, spread", [(0.5, 1.0), (123_456.789, 0.3), (12_345.678, 0.0)])
-def test_the_parts_of_a_variance_lose_no_digits(dims, axes, mean, spread):
-    """The mean of a part, and that of all, is rounded: squares are of distances from there, and know it."""
-    x = (np.random.default_rng(0).standard_normal(dims) * spread + mean).astype(np.float32)
-    g = rlx.Graph("variance")
-    whole = rlx.variance(g.input("x", dims, "f32"), axis=axes, keepdims=True, correction=1)
-    parts = variances.split(whole.node)
-    assert parts is not None and parts.shape == whole.shape
-    g.set_outputs([parts])
-    (found,) = rlx.Session("cpu").compile(g).run({"x": x})
-    wanted = np.var(x.astype(np.float64), axis=axes, keepdims=True, ddof=1)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=(mean * 1e-9) ** 2)
-
-
-def test_rows_of_places_that_are_checked_are_reduced_in_steps():
-    """A block that sees a failure would tell nothing."""
-    found = kernels(graph(lambda g: rlx.sum(rlx.gather(g.input("x", (99,), "f32"), g.input("i", (1 << 20,), "i64")))))
-    assert [launch_of(kernel).blocks >= 99 for kernel in found] == [True, True, False]
-
-
-PADS = {  # dims, dtype, low, high, then the grid, team and vector that move them
-    "rows": ((26, 3, 128, 241), "i32", (0, 1, 0, 1), (0, 3, 3, 1), (26, 7, 131), 32, 1),
-    "pairs": ((64, 3, 224, 224), "f32", (0, 0, 3, 3), (0, 0, 3, 3), (192, 230), 32, 1),
-    "axes as one": ((26, 3, 128, 241), "i32", (0, 1, 0, 0), (0, 3, 0, 0), (26, 7, 30_848), 1, 4),
-    "short rows": ((26, 30, 128, 50), "bf16", (1, 0, 1, 0), (0, 3, 0, 1), (27, 33, 129, 51), 1, 1),
-    "long rows": ((10, 15, 2303), "f32", (0, 3, 1), (0, 1, 1), (10, 19), 256, 1),
-    "one axis of rows": ((150, 2303), "f32", (3, 1), (1, 1), (154, 2305), 1, 1),
-    "vectors": ((64, 3, 224, 224), "f32", (0, 0, 4, 4), (0, 0, 4, 4), (192, 232, 232), 1, 4),
-}
-
-
-@pytest.mark.parametrize("name", PADS)
-def test_a_pad_divides_little(name):
-    dims, dtype, low, high, grid, team, vector = PADS[name]
-    at = launch_of(one(lambda g: rlx.pad(g.input("x", dims, dtype), low=low, high=high)), "sm_90a")
-    assert (tuple(n for _, n in at.kernel.grid), at.team, at.vector) == (grid, team, vector)
-    text = text_of(at, "kernel")
-    assert cubin(text, "sm_90a") and ("b0[point_v] = " in text) == (at.repeats > 1)
-
-
 @pytest.mark.parametrize("dims, axis, parts", [((4096, 512), 0, 8), ((8, 70, 50), 1, 1), ((3, 2000, 70), 1, 4)])
 def test_a_softmax_along_any_axis_is_one_kernel(dims, axis, parts):
     found = launch_of(one(lambda g: rlx.softmax(g.input("x", dims, "bf16"), axis=axis)), "sm_90a")
@@ -701,74 +612,6 @@ def test_no_tile_where_whole_lines_are_read():
         lambda g: rlx.copy(rlx.transpose(g.input("x", (4096, 3), "f32"), (1, 0))),
     ):
         assert type(launch_of(one(build), "sm_90a")) is Launch
-
-
-def test_columns_are_reduced_by_adjacent_lanes():
-    running, extreme = (lambda x: rlx.cumsum(x, axis=0)), (lambda x: rlx.argmax(x, axis=0))
-    for build, lines in ((lambda x: rlx.sum(x, axis=(0,)), 64), (running, 128), (extreme, 128)):
-        found = launch_of(one(lambda g, build=build: build(g.input("x", (4096, 4096), "f32"))), "sm_90a")
-        assert found.lanes == 32 and found.lines == lines
-        assert cubin(text_of(found, "kernel"), "sm_90a")
-    assert launch_of(one(lambda g: rlx.sum(g.input("x", (4096, 4096), "f32"), axis=(1,))), "sm_90a").lanes == 1
-
-
-WIDE_SUMS = {  # build, dims, dtype; columns of a lane and blocks of a line, 0: a column for each lane
-    "a cluster": (lambda x: rlx.sum(x, axis=0), (13_107, 5120), "bf16", 4, 6),
-    "one block": (lambda x: rlx.sum(x, axis=0), (1334, 50_304), "f32", 2, 1),
-    "few lines": (lambda x: rlx.max(x, axis=0), (8192, 1024), "f16", 4, 8),
-    "short columns": (lambda x: rlx.sum(x, axis=0), (300, 20_000), "bf16", 4, 1),
-    "two axes": (lambda x: rlx.sum(x * x, axis=1), (4, 4096, 1024), "i8", 4, 8),
-    "odd columns": (lambda x: rlx.sum(x, axis=0), (4096, 5001), "bf16", 0, 1),
-    "of 64 bits": (lambda x: rlx.sum(x, axis=0), (4096, 5120), "f64", 0, 1),
-    "little": (lambda x: rlx.sum(x, axis=0), (1000, 3000), "bf16", 0, 1),
-    "an extreme": (lambda x: rlx.argmax(x, axis=0), (4096, 5120), "bf16", 0, 1),
-}
-
-
-@pytest.mark.parametrize("name", WIDE_SUMS)
-def test_lanes_have_adjacent_columns(name):
-    build, dims, dtype, size, parts = WIDE_SUMS[name]
-    first, *_ = kernels(graph(lambda g: build(g.input("x", dims, dtype))))
-    found = launch_of(first, "sm_90a")
-    assert isinstance(found, ColumnsLaunch) == (size > 0) and found.lanes == 32
-    assert (found.vector, found.parts) == (max(size, 1), parts)
-    if size:
-        assert f"rlx_fetch<{size}>" in text_of(found, "kernel")
-        for arch in ("sm_80", "sm_90a"):
-            (report,) = reports(text_of(launch_of(found.kernel, arch), "kernel"), arch).values()
-            assert not report.spilled
-
-
-@pytest.mark.parametrize("dims", [(32, 128), (3, 32, 64), (33, 128), (16, 128), (2000, 62)])
-def test_totals_of_16_bits_down_columns_compile(dims):
-    """Of 32 rows a thread has one column; of more, two."""
-    found = launch_of(one(lambda g: rlx.cumsum(g.input("x", dims, "bf16"), axis=len(dims) - 2)), "sm_90a")
-    assert cubin(text_of(found, "kernel"), "sm_90a") and found.vector == 1 + (dims[-2] > 32 and dims[-1] % 64 == 0)
-
-
-def test_totals_down_columns_that_are_dynamic_have_no_parts():
-    g = rlx.Graph("g")
-    g.set_outputs([rlx.cumsum(g.input("x", (2000, "n"), "bf16"), axis=0)])
-    (step,) = lower(g, target("sm_90a"), rlx.CompileOptions().bind_extent("n", 640)).steps
-    found = launch_of(step.kernel, "sm_90a")
-    assert found.parts == 1 and cubin(text_of(found, "kernel"), "sm_90a")
-
-
-def test_rows_that_end_near_2_to_31_have_positions_of_64_bits():
-    (kernel,) = kernels(graph(lambda g: rlx.max(g.input("x", (2**31 - 8,), "i8"), axis=0)))
-    assert is_wide(launch_of(kernel, "sm_90a"))
-
-
-def test_spare_lanes_of_a_cluster_store_nothing():
-    found = launch_of(one(lambda g: rlx.sum(g.input("x", (4096, 4108), "f32"), axis=0)), "sm_90a")
-    assert found.clustered and found.points % 32 and "&& !spare" in text_of(found, "kernel")
-
-
-def test_parts_of_narrow_columns_lie_side_by_side():
-    first, last = kernels(graph(lambda g: rlx.sum(g.input("x", (818_400, 41), "bf16"), axis=0)))
-    found = launch_of(first, "sm_90a")
-    assert isinstance(found, ColumnsLaunch) and found.kernel.grid[-1][1] % 41 == 0 and found.points * found.vector >= 4096
-    assert math.prod(n for _, n in last.grid) == 41 or last.grid == ()
 
 
 def test_a_team_has_read_what_one_of_its_threads_overwrites(monkeypatch):

@@ -35,7 +35,7 @@ class ColumnsLaunch(Launch):
 
 def columns(kernel: Kernel, clusters: bool) -> ColumnsLaunch | None:
     """The launch of a kernel of loops, if it is reductions down columns by one loop."""
-    if not kernel.grid or kernel.locals or not (loops := row_loops(kernel)) or len(loops) > 1:
+    if not kernel.grid or kernel.locals or len(row_loops(kernel)) != 1:
         return None
     grid, body = joined(kernel.grid, kernel.body)
     kernel = replace(kernel, grid=grid, body=body)
@@ -44,7 +44,7 @@ def columns(kernel: Kernel, clusters: bool) -> ColumnsLaunch | None:
         return None
     before = kernel.body[: kernel.body.index(s)]
     plain = all(isinstance(x, Let) for x in (*before, *s.body)) and not any(isinstance(x, Check) for x in kernel.body)
-    if not plain or not s.reduces or any(r.op in EXTREMES for r in s.reduces) or not lanes_down(kernel, loops):
+    if not plain or not s.reduces or any(r.op in EXTREMES for r in s.reduces) or not lanes_down(kernel, [s]):
         return None
     if column[0] in walk(before):
         return None

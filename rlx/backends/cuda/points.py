@@ -19,7 +19,8 @@ LONG, FEW = 1024, 132
 
 
 def merged(kernel: Kernel) -> Kernel:
-    """The kernel with two axes as one, whose number of points is their product, wherever no place tells one from the other."""
+    """The kernel with two axes as one, whose number of points is their product, wherever nothing tells one from the other: values
+    and conditions may depend on the number of the point, too, unlike in nest.joined."""
     grid, body = list(kernel.grid), kernel.body
     if kernel.limits or kernel.locals or not all(isinstance(s, Let | Store | Check) for s in body):
         return kernel
