@@ -32,7 +32,7 @@ template <int SIZE, rlx_index EXTENT, rlx_index SIDE, rlx_index STEP, rlx_index 
   __device__ __forceinline__ rlx_slices(const float* base, rlx_index first, rlx_index k0) {
     const int me = threadIdx.x, warp = me / 32, lane = me % 32;
     if (ALONG) place = warp / PACKS * 4 + lane / 8, depth = warp % PACKS * 8 + lane % 8;
-    else place = me % LINE * EACH, depth = me / LINE;
+    else place = me % LINE * EACH, depth = LINES && me >= LINES * LINE ? DEPTH : me / LINE; /* threads of no whole line copy nothing */
     from = base + (first + place) * SIDE + (k0 + depth) * STEP;
   }
   /* Start the copies of a slice, of which `left` elements of the summed axis exist, and go to the next one. */
