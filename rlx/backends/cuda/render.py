@@ -294,7 +294,7 @@ class CudaWriter(Writer):
             return
         # every lane of a cluster counts: spare lanes repeat the last one
         stops = [f"if (point >= {at.points}) return;"]
-        if at.clustered:
+        if at.clustered and at.lanes > 1:
             stops = [f"const bool spare = point >= {at.points};", f"if (spare) point = {at.points - 1};"]
         yield from self.of_point(self.first_point(f"(rlx_uindex){number}{mine}"), *stops)
 
@@ -455,7 +455,7 @@ class CudaWriter(Writer):
         if any(isinstance(x, Load) and x.buffer in written for x in walk(stores)):
             self.line(self.sync)  # every thread has read the values that the first one overwrites
         every = self.launch.adjacent and not self.launch.leaving  # block of a line comes here
-        with self.scope([f"if (me == 0{' && part == 0' * every}{' && !spare' * self.launch.clustered}) {{"]):
+        with self.scope([f"if (me == 0{' && part == 0' * every}{' && !spare' * (self.launch.clustered and self.launch.lanes > 1)}) {{"]):
             super().write(held)
         self.exchanged(*stores)
 
@@ -676,18 +676,23 @@ class CudaWriter(Writer):
                 ahead += [(x, key)] * ((row.packed or apart) and x.guard is None and own.isdisjoint(walk(x.index)))
             elif key in row.keys and row.packed:
                 self.line(f"rlx_again({self.registers[key]});")
-        self.round, at, team = self.fresh("n"), self.launch, self.launch.team
+        self.round, at = self.fresh("n"), self.launch
         head = ["#pragma unroll", f"for (int {self.round} = 0; {self.round} < {row.rounds}; {self.round}++) {{"]
-        start, parts = (f"part * {at.part} + ", at.parts) if at.adjacent else ("", 1)
-        ends = row.extent < row.rounds * team * row.size * parts
+        ends = row.extent < row.rounds * at.team * row.size * (at.parts if at.adjacent else 1)
         if at.peel and ahead:
             self.fetch_edge(ahead, s.var, at.peel)
         for do in (lambda: self.fetch_row(ahead, s.var, row.size, first), body)[not (ahead and ends) :]:
             with self.scope(head), self.alone():
-                self.line(f"const rlx_index {first} = {start}({self.round} * {team} + me) * {row.size};")
-                if ends:
-                    self.line(f"if ({first} >= {row.extent}) continue;")
+                self.place_in_row(row, first)
                 do()
+
+    def place_in_row(self, row: Row, first: str) -> None:
+        """The first element of a vector of this thread, if the row, and its part, has it."""
+        at = self.launch
+        start, parts = (f"part * {at.part} + ", at.parts) if at.adjacent else ("", 1)
+        self.line(f"const rlx_index {first} = {start}({self.round} * {at.team} + me) * {row.size};")
+        if row.extent < row.rounds * at.team * row.size * parts:
+            self.line(f"if ({first} >= {row.extent}) continue;")
 
     def fetch_row(self, found: Sequence[tuple[Load, Key]], var: Var, size: int, first: str) -> None:
         """Load elements of a row before any is used: else each would be awaited before the end of the row is looked for again."""
