@@ -406,12 +406,13 @@ class _Fuser:
                 group.forms = {**dict.fromkeys(other.forms, "full"), **group.forms}
 
     def read_narrow(self, group: Group) -> None:
-        """Casts to a wider dtype that only this row program reads, as of the scale of a norm, are computed where it reads them: it
-        does so for each of its rows, and fewer bytes of the narrow value."""
-        values = [v for n in group.forms for v in n.inputs] if group in self.groups and group.row_reductions() else ()
-        for value in values:
+        """Casts to a wider dtype that only this row program reads, as of the scale of a norm, are computed where it reads
+        them: for each of its rows, it then reads fewer bytes."""
+        if group not in self.groups or group.anchor is not None or not group.row_reductions():
+            return
+        for value in [v for n in group.forms for v in n.inputs]:
             other = self.producer(value)
-            if other is None or other is group or group.anchor or [*other.forms] != [value.node] or not widens(value.node):
+            if other is None or other is group or [*other.forms] != [value.node] or not widens(value.node):
                 continue
             if group.dims[group.axis :] == value.shape.static and not self.escapes(other, group.forms.keys()):
                 self.take_over(group, other, absorbed={value.node})

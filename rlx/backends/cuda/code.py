@@ -37,7 +37,7 @@ from rlx.backends.cuda.staged import StagedLaunch, StagedWriter, staged
 from rlx.backends.cuda.tensor import TensorLaunch, on_tensor_cores
 from rlx.backends.cuda.tensor_writer import TensorWriter
 from rlx.backends.cuda.transpose import TileLaunch, TileTransposer, in_tiles
-from rlx.backends.cuda.turns import TurnLaunch, TurnWriter, in_turn
+from rlx.backends.cuda.turns import DownLaunch, DownWriter, TurnLaunch, TurnWriter, in_turn
 from rlx.backends.cuda.warps import WarpLaunch, WarpWriter, on_warps
 from rlx.backends.shared.codes import whole
 from rlx.errors import CompileError
@@ -161,7 +161,8 @@ def prologue(wide: bool) -> str:
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
     Launch: CudaWriter, ColumnsLaunch: ColumnsWriter, TileLaunch: TileTransposer, FmaLaunch: FmaWriter,
     TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
-    StagedLaunch: StagedWriter, TurnLaunch: TurnWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter,
+    StagedLaunch: StagedWriter, TurnLaunch: TurnWriter,
+    DownLaunch: DownWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter,
     ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter, PatchLaunch: PatchWriter,
     GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter, RingLaunch: RingWriter, direct.DirectLaunch: direct.DirectWriter,
     attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,

@@ -305,7 +305,7 @@ class CudaWriter(Writer):
         yield from stop
         left = at.points
         for n, (var, extent) in enumerate(reversed(self.kernel.grid)):
-            name, size = self.name(var, "g"), at.vector if n == 0 else 1
+            name, size = self.name(var, "g"), self.step(n)
             count = -(-extent // size)
             left //= max(1, count)
             # the loop over the points of a vector declares the axis itself
@@ -313,6 +313,10 @@ class CudaWriter(Writer):
             yield f"const rlx_index {name}{'_0' * (size > 1)} = {text};"
             if left > 1 < count:
                 yield f"point /= {count};"
+
+    def step(self, axis: int) -> int:
+        """Coordinates of an axis that a thread has, counted from the last one."""
+        return self.launch.vector if axis == 0 else 1
 
     def first_point(self, text: str) -> str:
         return text
@@ -454,8 +458,9 @@ class CudaWriter(Writer):
         written = {s.buffer for s in stores}
         if any(isinstance(x, Load) and x.buffer in written for x in walk(stores)):
             self.line(self.sync)  # every thread has read the values that the first one overwrites
-        every = self.launch.adjacent and not self.launch.leaving  # block of a line comes here
-        with self.scope([f"if (me == 0{' && part == 0' * every}{' && !spare' * (self.launch.clustered and self.launch.lanes > 1)}) {{"]):
+        at = self.launch
+        every, spare = at.adjacent and not at.leaving, at.clustered and at.lanes > 1  # block of a line, lane of it comes here
+        with self.scope([f"if (me == 0{' && part == 0' * every}{' && !spare' * spare}) {{"]):
             super().write(held)
         self.exchanged(*stores)
 
