@@ -15,7 +15,7 @@ from rlx.backends.cuda.scan import Scan, ScanDown, chosen, place
 from rlx.backends.cuda.schedule import FLYING, PART_THREADS, SHORT, WARP, Launch, Segments, checked_late, is_shared, least_bytes
 from rlx.backends.cuda.vectors import BYTES, loads, loads_ahead, lone, stores, width
 from rlx.backends.shared.c_style import Writer
-from rlx.ir.dtype import DType, f32, f64, index_
+from rlx.ir.dtype import DType, bf16, f32, f64, index_
 from rlx.ir.nest import identity
 
 from rlx.ir.kernel import (  # isort: skip
@@ -83,6 +83,7 @@ class CudaWriter(Writer):
     aligned = 16  # bytes, of the shared memory of a launch
     stored = ""  # in front of stores of vectors to memory
     in_rows = False  # a thread has a row
+    in_words = False  # elements that were loaded in vectors are being read
     unrolled = UNROLLED  # iterations of which a thread loads the elements before it waits for the first
     tile_by_block = True  # of `segments`: a block has one
 
@@ -390,7 +391,9 @@ class CudaWriter(Writer):
             self.line(f"const rlx_index {name} = {first} + v;")
             self.names[var] = name
             self.vector_loads, self.vector_stores = held, {n: made for n, (_, made) in out.items()}
+            self.in_words = True
             values = self.block([s for s in stmts if s not in once], ends)
+            self.in_words = False
             if each:
                 each(values)
             self.vector_loads, self.vector_stores = {}, {}
@@ -423,8 +426,9 @@ class CudaWriter(Writer):
             return self.fix("x", e.dtype, CUDA.loads.get(e.buffer.dtype.name, "{0}[{1}]").format(self.own_part(e.buffer), "v"))
         if id(e) not in self.vector_loads:
             return super().load(e)
-        text = CUDA.loads.get(e.buffer.dtype.name, "{0}[{1}]").format(self.vector_loads[id(e)], "v")
-        return self.fix("x", e.dtype, text)
+        text = "rlx_wide_bf16({0}, {1})" if self.in_words and e.buffer.dtype == bf16 else None
+        text = text or CUDA.loads.get(e.buffer.dtype.name, "{0}[{1}]")
+        return self.fix("x", e.dtype, text.format(self.vector_loads[id(e)], "v"))
 
     def own_part(self, x: Buffer | Local) -> str:
         return f"{self.names[x]}[{self.round}]"
