@@ -306,7 +306,7 @@ class CudaWriter(Writer):
         yield from stop
         left = at.points
         for n, (var, extent) in enumerate(reversed(self.kernel.grid)):
-            name, size = self.name(var, "g"), self.step(n)
+            name, size = self.name(var, "g"), self.beside_each_other(n)
             count = -(-extent // size)
             left //= max(1, count)
             # the loop over the points of a vector declares the axis itself
@@ -315,7 +315,7 @@ class CudaWriter(Writer):
             if left > 1 < count:
                 yield f"point /= {count};"
 
-    def step(self, axis: int) -> int:
+    def beside_each_other(self, axis: int) -> int:
         """Coordinates of an axis that a thread has, counted from the last one."""
         return self.launch.vector if axis == 0 else 1
 

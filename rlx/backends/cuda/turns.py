@@ -227,8 +227,8 @@ class TurnWriter(CudaWriter):
 class DownWriter(CudaWriter):
     launch: DownLaunch
 
-    def step(self, axis: int) -> int:
-        return self.launch.rows if axis == 1 else super().step(axis)
+    def beside_each_other(self, axis: int) -> int:
+        return self.launch.rows if axis == 1 else super().beside_each_other(axis)
 
     def body(self) -> None:
         at, body = self.launch, self.kernel.body
