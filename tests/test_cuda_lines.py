@@ -1,5 +1,4 @@
-"""Lines in memory: long rows that all blocks reduce, variances that are read once, pads, sums and running totals down columns,
-and vectors that all rows read."""
+"""Lines in memory: long rows that all blocks reduce, variances that are read once, pads, sums and running totals down columns."""
 
 from __future__ import annotations
 
@@ -18,7 +17,6 @@ from rlx.backends.cuda import variances
 from rlx.backends.cuda.backend import target
 from rlx.backends.cuda.code import cubin, is_wide, launch_of, text_of
 from rlx.backends.cuda.columns import ColumnsLaunch
-from rlx.backends.cuda.turns import DownLaunch, TurnLaunch
 from rlx.compiler import lower
 from rlx.ir.kernel import Loop
 
@@ -178,45 +176,7 @@ def test_parts_of_narrow_columns_lie_side_by_side():
     assert math.prod(n for _, n in last.grid) == 41 or last.grid == ()
 
 
-TURNS = {  # op of x, y, w; rows, columns, dtype; parts, vectors that stay in shared memory
-    "a cluster": (lambda x, y, w: rlx.layer_norm(x, w, w * 2), 700, 50_304, "f32", 8, 2),
-    "of 16 bits": (lambda x, y, w: rlx.rms_norm(x, w), 700, 50_304, "bf16", 4, 1),
-    "a block": (lambda x, y, w: rlx.rms_norm(x, w), 4000, 5120, "f32", 1, 1),
-    "of a sum": (lambda x, y, w: rlx.layer_norm(x + y, w, w), 2000, 20_000, "bf16", 4, 1),
-    "a part that ends early": (lambda x, y, w: rlx.rms_norm(x, w), 1500, 20_004, "f32", 4, 1),
-}
-
-
-@pytest.mark.parametrize("name", TURNS)
-def test_what_all_rows_read_stays_in_shared_memory(name):
-    op, rows, columns, dtype, parts, count = TURNS[name]
-    x = lambda g, name: g.input(name, (rows, columns), dtype)  # noqa: E731
-    *_, kernel = kernels(graph(lambda g: op(x(g, "x"), x(g, "y"), g.input("w", (columns,), dtype))))
-    at = launch_of(kernel, "sm_90a")
-    text = text_of(at, "kernel")
-    body = text.split("kernel(")[1]
-    assert isinstance(at, TurnLaunch) and (at.parts, len(at.shared_loads)) == (parts, count) and cubin(text, "sm_90a")
-    assert at.each * parts >= columns > at.each * (parts - 1) and at.resident * (at.shared + 2048) <= 228 << 10
-    assert body.index("rlx_copy_vector<") < body.index("for (rlx_uindex turn") < body.index("rlx_copies_wait<0>")
-    assert 3 * at.lines <= rows + at.lines and body.count("all.next();") == (parts > 1)
-
-
-def test_few_rows_are_not_in_turn():
-    kernel = one(lambda g: rlx.rms_norm(g.input("x", (120, 50_304), "bf16"), g.input("w", (50_304,), "bf16")))
-    assert not isinstance(launch_of(kernel, "sm_90a"), TurnLaunch)
-
-
-def test_a_norm_reads_a_narrow_scale_as_it_is():
-    for leaf in ("input", "param"):
-        build = lambda g: rlx.rms_norm(g.input("x", (600, 512), "bf16"), getattr(g, leaf)("w", (512,), "bf16"))  # noqa: B023, E731
-        assert all(b.dtype.name == "bf16" for b in one(build).buffers)
-
-
-@pytest.mark.parametrize("rows", [4000, 4001])
-def test_a_thread_has_elements_of_several_rows_that_read_the_same(rows):
-    leaves = lambda g: (g.input("x", (rows, 4096), "bf16"), g.input("a", (4096,), "bf16"), g.input("b", (4096,), "bf16"))  # noqa: E731
-    build = lambda x, a, b: x * a + b  # noqa: E731
-    at = launch_of(one(lambda g: build(*leaves(g))), "sm_90a")
-    text = text_of(at, "kernel")
-    assert isinstance(at, DownLaunch) and (at.rows, at.vector, at.points) == (4, 8, 512 * -(-rows // 4)) and cubin(text, "sm_90a")
-    assert text.count("rlx_fetch<8>(q") == 3 and (f">= {rows}) break;" in text) == (rows % 4 > 0)
+@pytest.mark.parametrize("leaf", ["input", "param"])
+def test_a_norm_reads_a_narrow_scale_as_it_is(leaf):
+    build = lambda g: rlx.rms_norm(g.input("x", (600, 512), "bf16"), getattr(g, leaf)("w", (512,), "bf16"))  # noqa: E731
+    assert all(b.dtype.name == "bf16" for b in one(build).buffers)

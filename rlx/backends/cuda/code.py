@@ -37,7 +37,6 @@ from rlx.backends.cuda.staged import StagedLaunch, StagedWriter, staged
 from rlx.backends.cuda.tensor import TensorLaunch, on_tensor_cores
 from rlx.backends.cuda.tensor_writer import TensorWriter
 from rlx.backends.cuda.transpose import TileLaunch, TileTransposer, in_tiles
-from rlx.backends.cuda.turns import DownLaunch, DownWriter, TurnLaunch, TurnWriter, in_turn
 from rlx.backends.cuda.warps import WarpLaunch, WarpWriter, on_warps
 from rlx.backends.shared.codes import whole
 from rlx.errors import CompileError
@@ -136,7 +135,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
     if loops := sorted_rows(kernel, most, multiprocessors) or updates or staged(sums or kernel):
         return loops
     kernel, clusters = as_loops(sums or kernel), capability >= 90
-    return columns(kernel, clusters) or in_turn(in_tiles(launch(kernel, clusters)), most)
+    return columns(kernel, clusters) or in_tiles(launch(kernel, clusters))
 
 
 def text_of(at: Launch, name: str) -> str:
@@ -161,8 +160,7 @@ def prologue(wide: bool) -> str:
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
     Launch: CudaWriter, ColumnsLaunch: ColumnsWriter, TileLaunch: TileTransposer, FmaLaunch: FmaWriter,
     TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
-    StagedLaunch: StagedWriter, TurnLaunch: TurnWriter,
-    DownLaunch: DownWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter,
+    StagedLaunch: StagedWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter,
     ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter, PatchLaunch: PatchWriter,
     GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter, RingLaunch: RingWriter, direct.DirectLaunch: direct.DirectWriter,
     attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,

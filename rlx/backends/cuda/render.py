@@ -295,7 +295,7 @@ class CudaWriter(Writer):
             return
         # every lane of a cluster counts: spare lanes repeat the last one
         stops = [f"if (point >= {at.points}) return;"]
-        if at.clustered and at.lanes > 1:
+        if at.clustered:
             stops = [f"const bool spare = point >= {at.points};", f"if (spare) point = {at.points - 1};"]
         yield from self.of_point(self.first_point(f"(rlx_uindex){number}{mine}"), *stops)
 
@@ -306,7 +306,7 @@ class CudaWriter(Writer):
         yield from stop
         left = at.points
         for n, (var, extent) in enumerate(reversed(self.kernel.grid)):
-            name, size = self.name(var, "g"), self.beside_each_other(n)
+            name, size = self.name(var, "g"), at.vector if n == 0 else 1
             count = -(-extent // size)
             left //= max(1, count)
             # the loop over the points of a vector declares the axis itself
@@ -314,10 +314,6 @@ class CudaWriter(Writer):
             yield f"const rlx_index {name}{'_0' * (size > 1)} = {text};"
             if left > 1 < count:
                 yield f"point /= {count};"
-
-    def beside_each_other(self, axis: int) -> int:
-        """Coordinates of an axis that a thread has, counted from the last one."""
-        return self.launch.vector if axis == 0 else 1
 
     def first_point(self, text: str) -> str:
         return text
@@ -462,9 +458,8 @@ class CudaWriter(Writer):
         written = {s.buffer for s in stores}
         if any(isinstance(x, Load) and x.buffer in written for x in walk(stores)):
             self.line(self.sync)  # every thread has read the values that the first one overwrites
-        at = self.launch
-        every, spare = at.adjacent and not at.leaving, at.clustered and at.lanes > 1  # block of a line, lane of it comes here
-        with self.scope([f"if (me == 0{' && part == 0' * every}{' && !spare' * spare}) {{"]):
+        every = self.launch.adjacent and not self.launch.leaving  # block of a line comes here
+        with self.scope([f"if (me == 0{' && part == 0' * every}{' && !spare' * self.launch.clustered}) {{"]):
             super().write(held)
         self.exchanged(*stores)
 
@@ -685,23 +680,18 @@ class CudaWriter(Writer):
                 ahead += [(x, key)] * ((row.packed or apart) and x.guard is None and own.isdisjoint(walk(x.index)))
             elif key in row.keys and row.packed:
                 self.line(f"rlx_again({self.registers[key]});")
-        self.round, at = self.fresh("n"), self.launch
+        self.round, at, team = self.fresh("n"), self.launch, self.launch.team
         head = ["#pragma unroll", f"for (int {self.round} = 0; {self.round} < {row.rounds}; {self.round}++) {{"]
-        ends = row.extent < row.rounds * at.team * row.size * (at.parts if at.adjacent else 1)
+        start, parts = (f"part * {at.part} + ", at.parts) if at.adjacent else ("", 1)
+        ends = row.extent < row.rounds * team * row.size * parts
         if at.peel and ahead:
             self.fetch_edge(ahead, s.var, at.peel)
         for do in (lambda: self.fetch_row(ahead, s.var, row.size, first), body)[not (ahead and ends) :]:
             with self.scope(head), self.alone():
-                self.place_in_row(row, first)
+                self.line(f"const rlx_index {first} = {start}({self.round} * {team} + me) * {row.size};")
+                if ends:
+                    self.line(f"if ({first} >= {row.extent}) continue;")
                 do()
-
-    def place_in_row(self, row: Row, first: str) -> None:
-        """The first element of a vector of this thread, if the row, and its part, has it."""
-        at = self.launch
-        start, parts = (f"part * {at.part} + ", at.parts) if at.adjacent else ("", 1)
-        self.line(f"const rlx_index {first} = {start}({self.round} * {at.team} + me) * {row.size};")
-        if row.extent < row.rounds * at.team * row.size * parts:
-            self.line(f"if ({first} >= {row.extent}) continue;")
 
     def fetch_row(self, found: Sequence[tuple[Load, Key]], var: Var, size: int, first: str) -> None:
         """Load elements of a row before any is used: else each would be awaited before the end of the row is looked for again."""

@@ -205,20 +205,18 @@ template <int T, int LANES, int PARTS> struct rlx_line {
 };
 
 /* The same where the PARTS blocks are a cluster: each writes its totals into the shared memory of the others, whose barriers count the
-   bytes. (A barrier of the cluster that orders memory would wait for all memory of the GPU.) SIZE: words of a line. It may have lines in turn: a block is one of them ahead of others at most,
-   so that each second one has the same barriers and places. */
+   bytes. (A barrier of the cluster that orders memory would wait for all memory of the GPU.) SIZE: words of a line. */
 template <int T, int LANES, int PARTS, int SIZE> struct rlx_cluster {
   static constexpr int EACH = 4 * LANES * PARTS, SITES = SIZE / EACH; /* words of a total, as of rlx_line; totals */
   int part;
   uint32_t ready = 0; /* barriers, of 8 bytes */
-  uint32_t turn = 0;
 
   /* Before the others write here; `join` before this block writes there, at its first totals. */
   __device__ void start() {
-    __shared__ __align__(8) uint64_t barriers[2 * SITES];
+    __shared__ __align__(8) uint64_t barriers[SITES];
     ready = (uint32_t)__cvta_generic_to_shared(barriers);
     if (threadIdx.x == 0) {
-      for (int n = 0; n < 2 * SITES; n++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(ready + 8 * n) : "memory");
+      for (int n = 0; n < SITES; n++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(ready + 8 * n) : "memory");
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
@@ -229,13 +227,12 @@ template <int T, int LANES, int PARTS, int SIZE> struct rlx_cluster {
     const int site = first / EACH;
     constexpr int WARPS = LANES > 1 ? T : T / 32, WORDS = (sizeof(V) + 3) / 4;
     __shared__ V totals[WARPS][LANES];
-    __shared__ uint32_t places[2][PARTS][LANES][WORDS];
-    auto& told = places[turn % 2];
+    __shared__ uint32_t told[PARTS][LANES][WORDS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = LANES > 1 ? lane : 0;
-    const uint32_t mine = ready + 8 * (site + SITES * (turn % 2));
+    const uint32_t mine = ready + 8 * site;
     if constexpr (LANES == 1) own = rlx_reduce<32>(own, op);
     totals[warp][column] = own;
-    if (site == 0 && turn == 0) join();
+    if (site == 0) join();
     if (threadIdx.x == 0)
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(mine), "r"(PARTS * LANES * WORDS * 4) : "memory");
     __syncthreads();
@@ -252,7 +249,7 @@ template <int T, int LANES, int PARTS, int SIZE> struct rlx_cluster {
       }
     }
     for (uint32_t done = 0; !done;)
-      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(mine), "r"(turn / 2 % 2) : "memory");
+      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(mine), "r"(0) : "memory");
     V sum = none;
     #pragma unroll
     for (int block = 0; block < PARTS; block++) {
@@ -270,7 +267,6 @@ template <int T, int LANES, int PARTS, int SIZE> struct rlx_cluster {
     for (int n = 0; n < (sizeof(V) + 3) / 4; n++)
       asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(there + 4 * n), "r"(bits[n]), "r"(then) : "memory");
   }
-  __device__ void next() { turn++; }
   __device__ void leave() {}
   __device__ void forget() {}
 };
@@ -370,15 +366,6 @@ template <int N> RLX_FN void rlx_copy(float* to, const float* from, bool inside)
   const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
   if constexpr (N == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(inside ? 16 : 0) : "memory");
   else asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from), "n"(N), "r"(inside ? N : 0) : "memory");
-}
-/* Copies of V consecutive elements at an address that is a multiple of their bytes (of 16, if they are more). */
-template <int V, class E> RLX_FN void rlx_copy_vector(E* to, const E* from) {
-  constexpr int bytes = V * sizeof(E) < 16 ? V * sizeof(E) : 16;
-  const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
-  #pragma unroll
-  for (int n = 0; n < V * (int)sizeof(E); n += bytes)
-    if constexpr (bytes == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at + n), "l"((const char*)from + n) : "memory");
-    else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at + n), "l"((const char*)from + n), "n"(bytes) : "memory");
 }
 RLX_FN void rlx_copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int K> RLX_FN void rlx_copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(K) : "memory"); }
