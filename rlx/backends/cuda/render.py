@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rlx.backends.cuda.dialect import CUDA, unrounded
 from rlx.backends.cuda.peel import HEAD, ORIGIN, Peel
 from rlx.backends.cuda.points import counts
-from rlx.backends.cuda.rows import Key, Row, key_of, only_added
+from rlx.backends.cuda.rows import Key, Row, key_of, only_added, stores_in_loops
 from rlx.backends.cuda.scan import Scan, ScanDown, chosen, place
 from rlx.backends.cuda.schedule import FLYING, PART_THREADS, SHORT, WARP, Launch, Segments, checked_late, is_shared, least_bytes
 from rlx.backends.cuda.vectors import BYTES, loads, loads_ahead, lone, stores, width
@@ -28,6 +28,7 @@ LOADED = 32  # registers of a thread for elements that it loads before it moves 
 LANE = f"threadIdx.x % {WARP}"
 LONG_SUM = 8192  # numbers that are added in f32, at most; longer sums are carried in f64
 BEGIN = "rlx_begin(); if (rlx_halted(halt)) return;"  # in every kernel, before it reads memory that others write
+ONLY_SUMMED = True  # sums of exponentials, of which one is 1, need fewer digits of small ones
 WIDE = 1 << 31  # positions from here on need 64 bits
 
 
@@ -413,8 +414,10 @@ class CudaWriter(Writer):
             return f"rlx_tanh_plus_1({self.memo[id(of)]})"
         if e.dtype == f32 and self.narrow and e.op == "div" and (of := _plus_1(e.args[1], "exp")) is not None:
             return f"rlx_over_exp_plus_1({self.memo[id(e.args[0])]}, {self.memo[id(of)]})"
-        if e.dtype == f32 and self.narrow and e.op == "exp" and (self.row or self.in_rows):
-            return f"rlx_exp_17{'_flushed' * only_added(self.kernel)}({self.memo[id(e.args[0])]})"
+        if e.dtype == f32 and e.op == "exp" and (self.row or self.in_rows):
+            added = only_added(self.kernel)
+            if self.narrow or (ONLY_SUMMED and added and not stores_in_loops(self.kernel)):
+                return f"rlx_exp_17{'_flushed' * added}({self.memo[id(e.args[0])]})"
         return super().alu(e)
 
     def load(self, e: Load) -> str:

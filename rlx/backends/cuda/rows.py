@@ -148,6 +148,11 @@ def only_added(kernel: Kernel) -> bool:
     return alone and all(map(is_exp, sums)) and all(isinstance(x, Store | Check) for s in loops for x in s.body)
 
 
+def stores_in_loops(kernel: Kernel) -> bool:
+    """Whether a row has results for each element, and not only for itself."""
+    return any(isinstance(x, Store) for s in kernel.body if isinstance(s, Loop) for x in walk((s,)))
+
+
 def _keeps_zero(e: Alu, made: dict[int, Expr]) -> bool:
     """Whether it only casts one of the numbers in `made`, or multiplies or divides it by one number of the row."""
     first, *others = sorted(e.args, key=lambda x: id(x) not in made) if e.op == "mul" else e.args
@@ -207,4 +212,6 @@ def _key(e: Expr, var: Var, known: dict[int, Key]) -> Key:
     return ("load", e.buffer, *parts) if isinstance(e, Load) else (e.op, *parts) if isinstance(e, Alu) else (e,)
 
 
-__all__ = ["Row", "expr_key", "key_of", "only_added", "own_locals", "recomputed", "repeated", "row_loops", "row_of"]
+__all__ = [
+    "Row", "expr_key", "key_of", "only_added", "own_locals", "recomputed", "repeated", "row_loops", "row_of", "stores_in_loops",
+]  # fmt: skip
