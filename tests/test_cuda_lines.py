@@ -174,3 +174,20 @@ def test_parts_of_narrow_columns_lie_side_by_side():
     found = launch_of(first, "sm_90a")
     assert isinstance(found, ColumnsLaunch) and found.kernel.grid[-1][1] % 41 == 0 and found.points * found.vector >= 4096
     assert math.prod(n for _, n in last.grid) == 41 or last.grid == ()
+
+
+@pytest.mark.parametrize("leaf", ["input", "param"])
+def test_a_norm_reads_a_narrow_scale_as_it_is(leaf):
+    build = lambda g: rlx.rms_norm(g.input("x", (600, 512), "bf16"), getattr(g, leaf)("w", (512,), "bf16"))  # noqa: E731
+    assert all(b.dtype.name == "bf16" for b in one(build).buffers)
+
+
+def test_sums_of_exponentials_need_fewer_digits():
+    def build(g):
+        x = g.input("x", (1334, 20_000), "f32")
+        top = rlx.max(x, axis=(1,), keepdims=True)
+        return rlx.log(rlx.sum(rlx.exp(x - top), axis=(1,), keepdims=True)) + top
+
+    assert "= rlx_exp_17_flushed(" in text_of(launch_of(one(build), "sm_90a"), "kernel")
+    softmax = one(lambda g: rlx.softmax(g.input("x", (1334, 20_000), "f32")))
+    assert "= rlx_exp_17" not in text_of(launch_of(softmax, "sm_90a"), "kernel")

@@ -238,6 +238,34 @@ def test_long_rows_of_16_bits_agree_with_f64(name, dtype):
     np.testing.assert_array_equal(compiled.run({"x": x})[0].view(np.uint16), first.view(np.uint16))
 
 
+ALIKE = {  # op of x, y and vectors a, b; rows, columns of blocks or clusters
+    "a block": (lambda x, y, a, b: rlx.layer_norm(x, a, b), 3001, 5120),
+    "eight": (lambda x, y, a, b: rlx.layer_norm(x, a, b), 301, 50_304),
+    "one total": (lambda x, y, a, b: rlx.rms_norm(x, a), 701, 50_304),
+    "a sum": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), 901, 20_000),
+    "ends early": (lambda x, y, a, b: rlx.layer_norm(x, a, b), 901, 20_004),
+}  # fmt: skip
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("name", ALIKE)
+def test_rows_that_read_the_same_vectors_agree_with_f64(name, dtype):
+    op, rows, columns = ALIKE[name]
+    rng, kind = np.random.default_rng(0), rlx.as_dtype(dtype).numpy
+    given = {n: rng.normal(size=(rows, columns) if n in "xy" else columns).astype(kind) for n in "xyab"}
+
+    def build(dtype):
+        return graph(lambda g: op(*(g.input(n, v.shape, dtype) for n, v in given.items())))
+
+    compiled = rlx.Session("cuda").compile(build(dtype))
+    first, again = (compiled.run(given)[0] for _ in range(2))
+    wanted = evaluate(build("f64"), {n: v.astype(np.float64) for n, v in given.items()})[0][0]
+    near = 2.0**-7 if dtype == "bf16" else 1e-5
+    np.testing.assert_allclose(first.astype(np.float64), wanted, rtol=near, atol=near)
+    assert first.tobytes() == again.tobytes()
+
+
 SHORT = {  # op of x, a param w and y, columns
     "softmax": (lambda x, w, y: rlx.softmax(x), 49), "of 16 bits in step": (lambda x, w, y: rlx.log_softmax(x), 50),
     "padded": (lambda x, w, y: rlx.softmax(x), 64), "eleven": (lambda x, w, y: rlx.softmax(x), 11),

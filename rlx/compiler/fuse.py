@@ -72,6 +72,8 @@ class _Fuser:
         for node in self.nodes:
             if node.op.kind is not Kind.LEAF and not self.places.is_alias(node):
                 self.place(node)
+        for group in list(self.groups) if self.joins_rows else ():
+            self.read_narrow(group)
         ordered = self.ordered()
         for group in ordered:
             made = [v for n in group.nodes if n not in group.absorbed and not self.places.is_alias(n) for v in n.results]
@@ -402,6 +404,19 @@ class _Fuser:
             if self.evaluations(node, {*group.forms, *other.forms}) <= MAX_EVALUATIONS:
                 self.take_over(group, other, absorbed=set(other.forms))
                 group.forms = {**dict.fromkeys(other.forms, "full"), **group.forms}
+
+    def read_narrow(self, group: Group) -> None:
+        """Casts to a wider dtype that only this row program reads, as of the scale of a norm, are computed where it reads
+        them: for each of its rows, it then reads fewer bytes."""
+        if group not in self.groups or group.anchor is not None or not group.row_reductions():
+            return
+        for value in [v for n in group.forms for v in n.inputs]:
+            other = self.producer(value)
+            if other is None or other is group or [*other.forms] != [value.node] or not widens(value.node):
+                continue
+            if group.dims[group.axis :] == value.shape.static and not self.escapes(other, group.forms.keys()):
+                self.take_over(group, other, absorbed={value.node})
+                group.forms = {value.node: "full", **group.forms}
 
     def crosses(self, value: Value) -> bool:
         """True if elements along the last axis are not adjacent."""

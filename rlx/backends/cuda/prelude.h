@@ -28,6 +28,13 @@ RLX_FN rlx_index rlx_position(uint32_t a) { return rlx_position((int64_t)a); }
 RLX_FN float rlx_wide_f16(uint16_t a) { float out; asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(a)); return out; }
 RLX_FN uint16_t rlx_near_f16(float a) { uint16_t out; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(a)); return out; }
 RLX_FN float rlx_wide_bf16(uint16_t a) { return __uint_as_float((uint32_t)a << 16); }
+/* Element v of a vector; the upper half of a word is one in place, while to take it out first would be an instruction more. */
+template <int N> RLX_FN float rlx_wide_bf16(const uint16_t (&a)[N], int v) {
+  if constexpr (N % 2) return rlx_wide_bf16(a[v]);
+  uint32_t word;
+  memcpy(&word, a + v / 2 * 2, sizeof(word));
+  return __uint_as_float(v % 2 ? word & 0xffff0000u : word << 16);
+}
 RLX_FN uint16_t rlx_near_bf16(float a) { uint16_t out; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(a)); return out; }
 RLX_FN uint32_t rlx_near_tf32(float a) { uint32_t out; asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(out) : "f"(a)); return out; }
 

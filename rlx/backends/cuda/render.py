@@ -10,12 +10,12 @@ from typing import NamedTuple
 from rlx.backends.cuda.dialect import CUDA, unrounded
 from rlx.backends.cuda.peel import HEAD, ORIGIN, Peel
 from rlx.backends.cuda.points import counts
-from rlx.backends.cuda.rows import Key, Row, key_of, only_added
+from rlx.backends.cuda.rows import Key, Row, key_of, only_added, stores_in_loops
 from rlx.backends.cuda.scan import Scan, ScanDown, chosen, place
 from rlx.backends.cuda.schedule import FLYING, PART_THREADS, SHORT, WARP, Launch, Segments, checked_late, is_shared, least_bytes
 from rlx.backends.cuda.vectors import BYTES, loads, loads_ahead, lone, stores, width
 from rlx.backends.shared.c_style import Writer
-from rlx.ir.dtype import DType, f32, f64, index_
+from rlx.ir.dtype import DType, bf16, f32, f64, index_
 from rlx.ir.nest import identity
 
 from rlx.ir.kernel import (  # isort: skip
@@ -28,6 +28,7 @@ LOADED = 32  # registers of a thread for elements that it loads before it moves 
 LANE = f"threadIdx.x % {WARP}"
 LONG_SUM = 8192  # numbers that are added in f32, at most; longer sums are carried in f64
 BEGIN = "rlx_begin(); if (rlx_halted(halt)) return;"  # in every kernel, before it reads memory that others write
+ONLY_SUMMED = True  # sums of exponentials, of which one is 1, need fewer digits of small ones
 WIDE = 1 << 31  # positions from here on need 64 bits
 
 
@@ -83,6 +84,7 @@ class CudaWriter(Writer):
     aligned = 16  # bytes, of the shared memory of a launch
     stored = ""  # in front of stores of vectors to memory
     in_rows = False  # a thread has a row
+    in_words = False  # elements that were loaded in vectors are being read
     unrolled = UNROLLED  # iterations of which a thread loads the elements before it waits for the first
     tile_by_block = True  # of `segments`: a block has one
 
@@ -386,7 +388,9 @@ class CudaWriter(Writer):
             self.line(f"const rlx_index {name} = {first} + v;")
             self.names[var] = name
             self.vector_loads, self.vector_stores = held, {n: made for n, (_, made) in out.items()}
+            self.in_words = True
             values = self.block([s for s in stmts if s not in once], ends)
+            self.in_words = False
             if each:
                 each(values)
             self.vector_loads, self.vector_stores = {}, {}
@@ -410,8 +414,10 @@ class CudaWriter(Writer):
             return f"rlx_tanh_plus_1({self.memo[id(of)]})"
         if e.dtype == f32 and self.narrow and e.op == "div" and (of := _plus_1(e.args[1], "exp")) is not None:
             return f"rlx_over_exp_plus_1({self.memo[id(e.args[0])]}, {self.memo[id(of)]})"
-        if e.dtype == f32 and self.narrow and e.op == "exp" and (self.row or self.in_rows):
-            return f"rlx_exp_17{'_flushed' * only_added(self.kernel)}({self.memo[id(e.args[0])]})"
+        if e.dtype == f32 and e.op == "exp" and (self.row or self.in_rows):
+            added = only_added(self.kernel)
+            if self.narrow or (ONLY_SUMMED and added and not stores_in_loops(self.kernel)):
+                return f"rlx_exp_17{'_flushed' * added}({self.memo[id(e.args[0])]})"
         return super().alu(e)
 
     def load(self, e: Load) -> str:
@@ -419,8 +425,9 @@ class CudaWriter(Writer):
             return self.fix("x", e.dtype, CUDA.loads.get(e.buffer.dtype.name, "{0}[{1}]").format(self.own_part(e.buffer), "v"))
         if id(e) not in self.vector_loads:
             return super().load(e)
-        text = CUDA.loads.get(e.buffer.dtype.name, "{0}[{1}]").format(self.vector_loads[id(e)], "v")
-        return self.fix("x", e.dtype, text)
+        text = "rlx_wide_bf16({0}, {1})" if self.in_words and e.buffer.dtype == bf16 else None
+        text = text or CUDA.loads.get(e.buffer.dtype.name, "{0}[{1}]")
+        return self.fix("x", e.dtype, text.format(self.vector_loads[id(e)], "v"))
 
     def own_part(self, x: Buffer | Local) -> str:
         return f"{self.names[x]}[{self.round}]"

@@ -37,7 +37,7 @@ class Row:
     @property
     def large(self) -> bool:
         """Whether a thread of a packed row has more than 64 registers."""
-        return self.packed and self.rounds * self.size > 64
+        return self.packed and self.rounds * self.size * len(self.keys) > 64
 
 
 def row_loops(kernel: Kernel, carries: bool = False) -> list[Loop]:
@@ -55,7 +55,7 @@ def row_of(
     kernel: Kernel, teams: tuple[int, ...], registers: int, parts: tuple[int, ...] = (1,), packed: bool = False
 ) -> tuple[int, Row] | None:
     """The first team that can keep its row, or its part of one, in that many registers of a thread, and the row; None if there
-    is nothing to keep, or no room. `packed`: only if that is vectors of 16-bit elements of one tensor."""
+    is nothing to keep, or no room. `packed`: only if that is vectors of 16-bit elements."""
     if not (loops := row_loops(kernel)):
         return None
     extent = loops[0].extent
@@ -69,7 +69,7 @@ def row_of(
     if len(own) < len(kernel.locals) or not (own or kept):
         return None
     held = [[x.dtype.bits for x in own], [k[0].dtype.bits for k in kept]]  # type: ignore[attr-defined]
-    if packed and (most < SMALL or own or held[1] != [16]):
+    if packed and (most < SMALL or own or {*held[1]} != {16}):
         return None
     read = [n for n, s in enumerate(loops) if not kept.isdisjoint(key_of(x, s.var) for x in _loads(s, most))]
     made = [n for n, s in enumerate(loops) if not {x.buffer for x in s.body if isinstance(x, Store)}.isdisjoint(own)]
@@ -148,6 +148,11 @@ def only_added(kernel: Kernel) -> bool:
     return alone and all(map(is_exp, sums)) and all(isinstance(x, Store | Check) for s in loops for x in s.body)
 
 
+def stores_in_loops(kernel: Kernel) -> bool:
+    """Whether a row has results for each element, and not only for itself."""
+    return any(isinstance(x, Store) for s in kernel.body if isinstance(s, Loop) for x in walk((s,)))
+
+
 def _keeps_zero(e: Alu, made: dict[int, Expr]) -> bool:
     """Whether it only casts one of the numbers in `made`, or multiplies or divides it by one number of the row."""
     first, *others = sorted(e.args, key=lambda x: id(x) not in made) if e.op == "mul" else e.args
@@ -207,4 +212,6 @@ def _key(e: Expr, var: Var, known: dict[int, Key]) -> Key:
     return ("load", e.buffer, *parts) if isinstance(e, Load) else (e.op, *parts) if isinstance(e, Alu) else (e,)
 
 
-__all__ = ["Row", "expr_key", "key_of", "only_added", "own_locals", "recomputed", "repeated", "row_loops", "row_of"]
+__all__ = [
+    "Row", "expr_key", "key_of", "only_added", "own_locals", "recomputed", "repeated", "row_loops", "row_of", "stores_in_loops",
+]  # fmt: skip
