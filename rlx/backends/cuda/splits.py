@@ -9,6 +9,7 @@ import numpy as np
 import rlx.ir.ops as ops
 from rlx.backends.cuda.attention import FEW_ROWS, NARROW
 from rlx.backends.cuda.schedule import CLUSTER, COLUMN_BYTES, MORE_REGISTERS, PART_THREADS, PART_WARPS, PARTS, REGISTERS
+from rlx.backends.cuda.strips import keeps
 from rlx.ir.dtype import DType, as_dtype, f32
 from rlx.ir.graph import Node, Value
 from rlx.ir.ops.rules import axis_of
@@ -31,7 +32,7 @@ def softmax(node: Node) -> Value | None:
     kept = length * x.dtype.compute.itemsize <= COLUMN_BYTES and (length <= SHORT or math.prod(dims) < LARGE)
     if inner == 1 and length > LONGEST:
         return _of_long_rows(x, outer, length, node.op.name == "log_softmax")
-    if inner == 1 or kept or math.prod(dims) < LONG:
+    if inner == 1 or kept or math.prod(dims) < LONG or keeps(length, inner, x.dtype.itemsize):
         return None
     size = next((n for n in range(NEAR, NEAR // 4, -1) if length % n == 0), length)
     rows = ops.transpose(x.reshape(outer, length // size, size, inner), (0, 1, 3, 2))
