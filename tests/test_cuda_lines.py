@@ -17,6 +17,8 @@ from rlx.backends.cuda import variances
 from rlx.backends.cuda.backend import target
 from rlx.backends.cuda.code import cubin, is_wide, launch_of, text_of
 from rlx.backends.cuda.columns import ColumnsLaunch
+from rlx.backends.cuda.rows import row_loops
+from rlx.backends.cuda.strips import StripsLaunch
 from rlx.compiler import lower
 from rlx.ir.kernel import Loop
 
@@ -57,9 +59,10 @@ def test_a_large_variance_reads_its_elements_once(name):
     dims, axes, count, (rows, size) = VARIANCES[name]
     first, *others = kernels(graph(lambda g: rlx.variance(g.input("x", dims, "bf16"), axis=axes)))
     at, size_of = launch_of(first, "sm_90a"), lambda kernel: max(b.size for b in kernel.buffers if not b.writable)
-    assert len(others) == count - 1 and at.row and at.row.keys and math.prod(n for _, n in at.kernel.grid) == rows
+    keys, extent = (at.keys, row_loops(at.kernel)[0].extent) if isinstance(at, StripsLaunch) else (at.row.keys, at.row.extent)
+    assert len(others) == count - 1 and keys and math.prod(n for _, n in at.kernel.grid) == rows
     assert len([b for b in first.buffers if b.writable]) == 3 and size_of(first) == math.prod(dims)
-    assert at.row.extent in range(size - 15, size + 1) and cubin(text_of(at, "kernel"), "sm_90a")
+    assert extent in range(size - 15, size + 1) and cubin(text_of(at, "kernel"), "sm_90a")
     few = [kernel for kernel in others if size_of(kernel) == math.prod(dims)]  # elements that are left over
     assert all(s.extent < 100 for kernel in few for s in kernel.body if isinstance(s, Loop)) and len(few) == (count > 2)
 
@@ -118,11 +121,11 @@ def test_columns_are_reduced_by_adjacent_lanes():
 
 
 WIDE_SUMS = {  # build, dims, dtype; columns of a lane and blocks of a line, 0: a column for each lane
-    "a cluster": (lambda x: rlx.sum(x, axis=0), (13_107, 5120), "bf16", 4, 6),
+    "blocks that leave": (lambda x: rlx.sum(x, axis=0), (13_107, 5120), "bf16", 4, 26),
     "one block": (lambda x: rlx.sum(x, axis=0), (1334, 50_304), "f32", 2, 1),
     "few lines": (lambda x: rlx.max(x, axis=0), (8192, 1024), "f16", 4, 8),
-    "short columns": (lambda x: rlx.sum(x, axis=0), (300, 20_000), "bf16", 4, 1),
-    "two axes": (lambda x: rlx.sum(x * x, axis=1), (4, 4096, 1024), "i8", 4, 8),
+    "short columns": (lambda x: rlx.sum(x, axis=0), (300, 20_000), "bf16", 4, 2),
+    "two axes": (lambda x: rlx.sum(x * x, axis=1), (4, 4096, 1024), "i8", 4, 16),
     "odd columns": (lambda x: rlx.sum(x, axis=0), (4096, 5001), "bf16", 0, 1),
     "of 64 bits": (lambda x: rlx.sum(x, axis=0), (4096, 5120), "f64", 0, 1),
     "little": (lambda x: rlx.sum(x, axis=0), (1000, 3000), "bf16", 0, 1),
@@ -142,6 +145,59 @@ def test_lanes_have_adjacent_columns(name):
         for arch in ("sm_80", "sm_90a"):
             (report,) = reports(text_of(launch_of(found.kernel, arch), "kernel"), arch).values()
             assert not report.spilled
+
+
+def test_the_last_rows_of_a_column_are_loaded_at_once():
+    """The compiler would give each of them a turn of a loop, which waits for its load."""
+    for rows, ends in ((13_107, True), (16_384, False)):
+        found = launch_of(one(lambda g, rows=rows: rlx.sum(g.input("x", (rows, 5120), "bf16"), axis=0)), "sm_90a")
+        text = text_of(found, "kernel")
+        assert ("end - 1)" in text) == ends and text.count("for (int u = 0; u < 16; u++)") == 1 + ends
+
+
+def softmax(x):
+    return rlx.softmax(x, axis=0)
+
+
+STRIPS = {  # build, dims, dtype; elements of a vector, vectors of a strip, blocks that share it; None: not kept there
+    "a cluster": (softmax, (4096, 4096), "bf16", (8, 4, 4)),
+    "of f32": (softmax, (4096, 4096), "f32", (4, 4, 4)),
+    "of eight": (softmax, (13_107, 5120), "bf16", (8, 4, 8)),
+    "one block": (softmax, (300, 100_000), "bf16", (8, 4, 1)),
+    "rows of 8 bytes": (softmax, (3000, 3004), "bf16", (4, 8, 4)),
+    "rows of 4 bytes": (softmax, (3000, 3002), "bf16", (2, 16, 4)),
+    "odd rows of 4 bytes": (softmax, (1000, 3001), "f32", (1, 16, 1)),
+    "between axes": (lambda x: rlx.softmax(x, axis=1), (12, 1024, 1024, 3), "bf16", (8, 4, 1)),
+    "two tensors": (lambda x: (y := rlx.sort(x)[0]) * rlx.sum(x * y, axis=0, keepdims=True) - x, (512, 40_000), "f32", (4, 4, 1)),
+    "odd columns": (softmax, (4096, 5001), "bf16", None),
+    "short columns": (softmax, (32, 200_000), "bf16", None),
+    "long columns": (softmax, (40_000, 1024), "bf16", None),
+    "little": (softmax, (300, 1000), "bf16", None),
+}
+
+
+@pytest.mark.parametrize("name", STRIPS)
+def test_shared_memory_keeps_strips_of_columns(name):
+    build, dims, dtype, expected = STRIPS[name]
+    *_, last = kernels(graph(lambda g: build(g.input("x", dims, dtype))))
+    found = launch_of(last, "sm_90a")
+    assert isinstance(found, StripsLaunch) == (expected is not None)
+    if expected is not None:
+        assert (found.vector, found.across, found.parts) == expected and found.clustered == (found.parts > 1)
+        text, nbytes = text_of(found, "kernel"), found.vector * last.buffers[0].dtype.itemsize
+        (report,) = reports(text, "sm_90a").values()
+        assert not report.spilled and f"rlx_copy<{nbytes}>" in text
+        assert text.count("rlx_copies_wait<") == text.count("rlx_copies_end();")
+        assert found.at_once * (found.shared + 1024) <= 228 << 10
+
+
+def test_a_row_of_a_strip_is_copied_and_stored_once():
+    """Lanes behind the last column read it again, and store nothing; nor are there rows behind the last one."""
+    found = launch_of(one(lambda g: softmax(g.input("x", (3000, 3004), "bf16"))), "sm_90a")
+    text = text_of(found, "kernel")
+    assert found.points % found.across and "if (!spare) {" in text and found.rows * found.rounds > 3000 and " < 3000) {" in text
+    old = launch_of(found.kernel, "sm_80")
+    assert not old.clustered and cubin(text_of(old, "kernel"), "sm_80")
 
 
 @pytest.mark.parametrize("dims", [(32, 128), (3, 32, 64), (33, 128), (16, 128), (2000, 62)])
@@ -165,7 +221,7 @@ def test_rows_that_end_near_2_to_31_have_positions_of_64_bits():
 
 
 def test_spare_lanes_of_a_cluster_store_nothing():
-    found = launch_of(one(lambda g: rlx.sum(g.input("x", (4096, 4108), "f32"), axis=0)), "sm_90a")
+    found = launch_of(one(lambda g: rlx.sum(g.input("x", (4096, 4108), "f64"), axis=0)), "sm_90a")
     assert found.clustered and found.points % 32 and "&& !spare" in text_of(found, "kernel")
 
 

@@ -1,6 +1,6 @@
-"""Columns kept in shared memory: softmax down columns and the like. A block, or a cluster of them, has a strip of adjacent columns
-with all of its rows. Each thread copies its own elements there, all of them at once, and waits for nobody before it reads them
-in each loop; registers would hold fewer bytes on their way, and loads of single columns would be narrow."""
+"""Columns kept in shared memory: softmax down columns and the like. A block, or a cluster, has all rows of a strip of adjacent
+columns. Each thread copies its own elements there, all of them at once, and waits for no other thread before it reads them in each
+loop. Registers would hold fewer bytes, so that too few are on their way while blocks wait for each other's sums."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rlx.backends.cuda.render import CudaWriter, Partial
 from rlx.backends.cuda.rows import Key, key_of, recomputed, row_loops
 from rlx.backends.cuda.schedule import CLUSTER, LARGEST, MULTIPROCESSORS, RESERVED, WARP, Launch, lanes_down
 from rlx.backends.cuda.vectors import BYTES, loads, width
-from rlx.ir.kernel import EXTREMES, Buffer, Check, Kernel, Let, Load, Loop, Reduce, Stmt, Store, Var, walk
+from rlx.ir.kernel import EXTREMES, Check, Kernel, Let, Load, Loop, Reduce, Stmt, Store, Var, walk
 from rlx.ir.nest import joined, substitute
 from rlx.ir.overlap import may_overlap
 from rlx.records import record
 
 WIDTH = 64  # bytes of a row of a strip: what memory moves at once
 THREADS = 256
-AT_ONCE = (3, 2, 1)  # blocks of a multiprocessor, the best number first: some compute, or wait for others, while one loads or stores
+AT_ONCE = (3, 2, 1)  # blocks of a multiprocessor, the best number first: some compute or wait while another loads or stores
 WAITS = 4  # groups of copies that a thread waits for, one after the other
 UNROLLED = 2  # vectors of a thread at once in the later loops
 LEAST = 1 << 20  # elements
@@ -69,6 +69,8 @@ def strips(kernel: Kernel, clusters: bool) -> StripsLaunch | None:
     if not keys or size * min(bytes_) < WORD or points * extent < LEAST:
         return None
     across = min(WARP, max(1, WIDTH // (size * max(bytes_))))
+    if extent < THREADS // across:  # threads would have nothing to do
+        return None
     kept = max(1, size * across // WARP)
     for at_once in AT_ONCE:
         for parts in (1, 2, 4, CLUSTER) if clusters else (1,):
@@ -88,8 +90,8 @@ def strips(kernel: Kernel, clusters: bool) -> StripsLaunch | None:
 
 def _repeated(loops: Sequence[Loop], column: Var, size: int) -> tuple[Key, ...]:
     """The loads that several loops do, in vectors of `size`."""
-    each = [{key_of(x, column) for x in loads(s.body, [r.value for r in s.reduces], column, size) if x.guard is None} for s in loops]
-    found = Counter(key for keys in each for key in keys)
+    vectors = [loads(s.body, [r.value for r in s.reduces], column, size) for s in loops]
+    found = Counter(key for each in vectors for key in {key_of(x, column) for x in each if x.guard is None})
     return tuple(key for key, count in found.items() if count > 1)
 
 
