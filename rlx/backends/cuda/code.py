@@ -159,8 +159,8 @@ def prologue(wide: bool) -> str:
 
 
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
-    Launch: CudaWriter, ColumnsLaunch: ColumnsWriter, StripsLaunch: StripsWriter, TileLaunch: TileTransposer, FmaLaunch: FmaWriter,
-    TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
+    Launch: CudaWriter, ColumnsLaunch: ColumnsWriter, StripsLaunch: StripsWriter, TileLaunch: TileTransposer,
+    FmaLaunch: FmaWriter, TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
     StagedLaunch: StagedWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter,
     ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter, PatchLaunch: PatchWriter,
     GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter, RingLaunch: RingWriter, direct.DirectLaunch: direct.DirectWriter,

@@ -1,6 +1,6 @@
-"""Sums down columns: each lane of a warp has adjacent ones, so that the warp reads 256 bytes of a row at once, and blocks share
-the rows. They are several for each place of a multiprocessor, and none waits: the last one of a line to tell its sums adds those of
-all. With one column for a lane, rows of 16-bit elements would be read by half a cache line."""
+"""Sums down columns: each lane of a warp has adjacent ones, so that the warp reads 256 bytes of a row at once. With one column for
+a lane, rows of 16-bit elements would be read by half a cache line. Blocks share the rows: more than run at once, of which none
+waits, and the last one of a line to tell its sums adds those of all."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ class ColumnsWriter(CudaWriter):
         return [p.result(f"{total}.at[v]") for p, total in zip(parts, totals)]
 
     def rows(self, s: Loop, i: str, start: str, end: str, parts: Sequence[Partial], turn: Callable[[], None]) -> None:
-        """The loop over the rows of a thread, ROWS of them at a time, whose loads come first. The last rows are fewer; others then
-        read the last one again, and add nothing: the compiler would have a turn for each of them, which waits for its load."""
+        """The loop over the rows of a thread, ROWS at a time, whose loads come first. The last rows are fewer; others then
+        read the last one again, and add nothing: the compiler would make a turn of each, which waits for its load."""
         step, near = self.launch.team, [p for p in parts if p.near]
         self.line(f"rlx_index {i}s = {start};")
         inner = ["#pragma unroll", f"for (int u = 0; u < {ROWS}; u++) {{"]

@@ -1,6 +1,6 @@
 """Columns kept in shared memory: softmax down columns and the like. A block, or a cluster, has all rows of a strip of adjacent
-columns. Each thread copies its own elements there, all of them at once, and waits for no other thread before it reads them in each
-loop. Registers would hold fewer bytes, so that too few are on their way while blocks wait for each other's sums."""
+columns. Each thread copies its own elements there, all of them at once, and waits for no other thread before it reads them in
+each loop. Registers would hold fewer bytes, so that too few are on their way while blocks wait for each other's sums."""
 
 from __future__ import annotations
 
