@@ -1,6 +1,6 @@
-"""Sums down columns: each lane of a warp has adjacent ones, so that the warp reads 256 bytes of a row at once. With one column for
-a lane, rows of 16-bit elements would be read by half a cache line. Blocks share the rows: more than run at once, of which none
-waits, and the last one of a line to tell its sums adds those of all."""
+"""Sums down columns: each lane of a warp has adjacent ones, so that the warp reads 256 bytes of a row at once. With one column
+for a lane, rows of 16-bit elements would be read by half a cache line. Blocks share the rows, more than run at once. None waits:
+the last one of a line to tell its sums adds those of all."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ NEAR = 128  # rows of a part of columns: those that a multiprocessor works on st
 SORTED, WHOLE = 2048, 8192  # elements of a part, and of a row, that a block sorts in shared memory
 
 
-def softmax(node: Node) -> Value | None:
+def softmax(clusters: bool, node: Node) -> Value | None:
     """Down columns that no kernel keeps: a kernel for the maximum and the sum of each part of a column, one that combines the
     parts, and one for the result, which computes its exponentials again rather than read them."""
     (x,), axis = node.inputs, axis_of(node.attrs.axis, node.inputs[0].rank)  # type: ignore[union-attr]
@@ -32,7 +32,7 @@ def softmax(node: Node) -> Value | None:
     kept = length * x.dtype.compute.itemsize <= COLUMN_BYTES and (length <= SHORT or math.prod(dims) < LARGE)
     if inner == 1 and length > LONGEST:
         return _of_long_rows(x, outer, length, node.op.name == "log_softmax")
-    if inner == 1 or kept or math.prod(dims) < LONG or keeps(length, inner, x.dtype.itemsize):
+    if inner == 1 or kept or math.prod(dims) < LONG or (clusters and keeps(length, inner, x.dtype.itemsize)):
         return None
     size = next((n for n in range(NEAR, NEAR // 4, -1) if length % n == 0), length)
     rows = ops.transpose(x.reshape(outer, length // size, size, inner), (0, 1, 3, 2))

@@ -50,8 +50,9 @@ class StripsLaunch(Launch):
         return self.threads // self.across * self.parts
 
 
-def strips(kernel: Kernel, clusters: bool) -> StripsLaunch | None:
-    """The launch of a kernel of loops, if several of them go down the same columns, which shared memory can keep."""
+def strips(kernel: Kernel, clusters: bool, most: int) -> StripsLaunch | None:
+    """The launch of a kernel of loops, if several of them go down the same columns, which shared memory keeps. `most`: bytes of a
+    block."""
     shared = may_overlap(kernel)
     kernel = _one_row(recomputed(kernel, narrow=False) or kernel)
     loops = row_loops(kernel)
@@ -77,7 +78,7 @@ def strips(kernel: Kernel, clusters: bool) -> StripsLaunch | None:
             rounds = -(-extent // (THREADS // across * parts))
             held, warps = rounds * THREADS * size * sum(bytes_), THREADS // WARP
             told = sum(len(s.reduces) for s in loops) * (warps + parts) * WARP * kept * 8
-            if held + told > (LARGEST + RESERVED) // at_once - RESERVED:
+            if held + told > (most + RESERVED) // at_once - RESERVED:
                 continue
             words = 4 * WARP * parts * sum(len(s.reduces) for s in loops) + 1
             at = StripsLaunch(
