@@ -172,6 +172,7 @@ STRIPS = {  # build, dims, dtype; elements of a vector, vectors of a strip, bloc
     "odd columns": (softmax, (4096, 5001), "bf16", None),
     "short columns": (softmax, (32, 200_000), "bf16", None),
     "long columns": (softmax, (40_000, 1024), "bf16", None),
+    "of 64 bits": (softmax, (9000, 1024), "f64", None),
     "little": (softmax, (300, 1000), "bf16", None),
 }
 
