@@ -1,6 +1,6 @@
 """Sums down columns: each lane of a warp has adjacent ones, so that the warp reads 256 bytes of a row at once. With one column
-for a lane, rows of 16-bit elements would be read by half a cache line. Blocks share the rows, more than run at once. None waits:
-the last one of a line to tell its sums adds those of all."""
+for a lane, rows of 16-bit elements would be read by half a cache line. Blocks share the rows, no more than run at once. None
+waits: the last one of a line to tell its sums adds those of all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ MOST_SUMS = 4  # of a lane: more would not fit the shared memory by which warps 
 LEAST_ROWS = 256  # of a part
 LEAST = 1 << 22  # elements: fewer keep more threads busy with a column each
 BLOCKS = 2 * MULTIPROCESSORS  # that run at once
-ROUNDS = 4  # of them: those that are done early make room for others
 
 
 def _idle(points: int, size: int) -> bool:
@@ -63,7 +62,7 @@ def columns(kernel: Kernel, clusters: bool) -> ColumnsLaunch | None:
     at = ColumnsLaunch(kernel, PART_WARPS, PART_WARPS * WARP, lanes=WARP, vector=size)
     if lines >= BLOCKS or s.extent <= turn:
         return at
-    part = -(-s.extent // (min(ROUNDS * BLOCKS // lines, PARTS[-1]) * turn)) * turn
+    part = -(-s.extent // (min(BLOCKS // lines, PARTS[-1]) * turn)) * turn
     parts = -(-s.extent // part)
     words = 4 * WARP * size * parts * len(s.reduces) + 1
     at = replace(at, parts=parts, part=part, adjacent=True, leaving=True, words=words)

@@ -32,7 +32,7 @@ def softmax(clusters: bool, node: Node) -> Value | None:
     kept = length * x.dtype.compute.itemsize <= COLUMN_BYTES and (length <= SHORT or math.prod(dims) < LARGE)
     if inner == 1 and length > LONGEST:
         return _of_long_rows(x, outer, length, node.op.name == "log_softmax")
-    kept |= clusters and x.dtype.compute == f32 and keeps(length, inner, x.dtype.itemsize)
+    kept |= clusters and keeps(outer, length, inner, x.dtype.itemsize)
     if inner == 1 or kept or math.prod(dims) < LONG:
         return None
     size = next((n for n in range(NEAR, NEAR // 4, -1) if length % n == 0), length)

@@ -10,10 +10,6 @@ template <int N, class T, class F> struct rlx_each_column {
     return c;
   }
 };
-/* One block, as rlx_cluster is several. */
-template <int WARPS> struct rlx_alone {
-  template <class V, class F> __device__ V all(int, V own, V, F op) { return rlx_reduce_down<WARPS>(own, op); }
-};
 /* The values of all rows of a strip, combined, for the columns of each lane. The lanes of a warp with the same columns share these
    out while they exchange halves of them; so each warp tells the others every column once. */
 template <int ACROSS, class C, class T, int N, class F>

@@ -1,9 +1,10 @@
-"""Columns kept in shared memory: softmax down columns and the like. A block, or a cluster, has all rows of a strip of adjacent
-columns. Each thread copies its own elements there, all of them at once, and waits for no other thread before it reads them in
-each loop. Registers would hold fewer bytes, so that too few are on their way while blocks wait for each other's sums."""
+"""Columns of 16 bits kept in shared memory: softmax down columns and the like. A cluster of blocks has all rows of a strip of
+adjacent columns. Each thread copies its own elements there, all of them at once, and waits for no other thread before it reads
+them in each loop. Registers would hold fewer bytes: too few would be on their way while blocks wait for each other's sums."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,20 +14,25 @@ from pathlib import Path
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import CudaWriter, Partial
 from rlx.backends.cuda.rows import Key, key_of, recomputed, row_loops
-from rlx.backends.cuda.schedule import CLUSTER, LARGEST, MULTIPROCESSORS, RESERVED, WARP, Launch, lanes_down
 from rlx.backends.cuda.vectors import BYTES, loads, width
 from rlx.ir.kernel import EXTREMES, Check, Kernel, Let, Load, Loop, Reduce, Stmt, Store, Var, walk
 from rlx.ir.nest import joined, substitute
 from rlx.ir.overlap import may_overlap
 from rlx.records import record
 
-WIDTH = 64  # bytes of a row of a strip: what memory moves at once
+from rlx.backends.cuda.schedule import (  # isort: skip
+    CLUSTER, LARGEST, MULTIPROCESSORS, PART_WARPS, REGISTERS, RESERVED, WARP, Launch, lanes_down,
+)  # fmt: skip
+
+WIDTHS = (128, 64)  # bytes of a row of a strip, the best number first: memory moves 64 at once
+ELEMENT = 2  # bytes, at most: registers keep wider ones as fast
 THREADS = 256
-AT_ONCE = (3, 2, 1)  # blocks of a multiprocessor, the best number first: some compute or wait while another loads or stores
+AT_ONCE = (3, 2)  # blocks of a multiprocessor, the best number first: some compute or wait while another loads or stores
 WAITS = 4  # groups of copies that a thread waits for, one after the other
 UNROLLED = 2  # vectors of a thread at once in the later loops
 LEAST = 1 << 20  # elements
 SPARE = 8 << 10  # bytes of a block for what it tells others
+SHORT = PART_WARPS * REGISTERS  # rows that a block keeps in registers
 WORD = 4  # bytes of the least copy
 
 
@@ -67,14 +73,14 @@ def strips(kernel: Kernel, clusters: bool, most: int) -> StripsLaunch | None:
     bytes_ = [k[0].dtype.itemsize for k in keys]  # type: ignore[attr-defined]
     while keys and size > 1 and size * max(bytes_) > BYTES:
         size //= 2
-    if not keys or size * min(bytes_) < WORD or points * extent < LEAST:
+    if not clusters or not keys or max(bytes_) > ELEMENT or size * min(bytes_) < WORD:
         return None
-    across = min(WARP, max(1, WIDTH // (size * max(bytes_))))
-    if extent < THREADS // across:  # threads would have nothing to do
+    if extent <= SHORT or points * extent < LEAST:
         return None
-    kept = max(1, size * across // WARP)
-    for at_once in AT_ONCE:
-        for parts in (1, 2, 4, CLUSTER) if clusters else (1,):
+    for wide, at_once in itertools.product(WIDTHS, AT_ONCE):
+        across = min(WARP, max(1, wide // (size * max(bytes_))))
+        kept = max(1, size * across // WARP)
+        for parts in (2, 4, CLUSTER):
             rounds = -(-extent // (THREADS // across * parts))
             held, warps = rounds * THREADS * size * sum(bytes_), THREADS // WARP
             told = sum(len(s.reduces) for s in loops) * (warps + parts) * WARP * kept * 8
@@ -82,10 +88,11 @@ def strips(kernel: Kernel, clusters: bool, most: int) -> StripsLaunch | None:
                 continue
             words = 4 * WARP * parts * sum(len(s.reduces) for s in loops) + 1
             at = StripsLaunch(
-                kernel, THREADS // WARP, THREADS, held, vector=size, lanes=WARP, parts=parts, adjacent=parts > 1, words=words,
-                clustered=parts > 1, across=across, rounds=rounds, keys=keys, at_once=at_once,
+                kernel, warps, THREADS, held, vector=size, lanes=WARP, parts=parts, adjacent=True, words=words,
+                clustered=True, across=across, rounds=rounds, keys=keys, at_once=at_once,
             )  # fmt: skip
-            return at if at.blocks >= MULTIPROCESSORS else None
+            if at.blocks >= MULTIPROCESSORS:
+                return at
     return None
 
 
@@ -96,11 +103,11 @@ def _repeated(loops: Sequence[Loop], column: Var, size: int) -> tuple[Key, ...]:
     return tuple(key for key, count in found.items() if count > 1)
 
 
-def keeps(length: int, inner: int, itemsize: int) -> bool:
-    """Whether a cluster of blocks can keep strips of columns of so many rows, of whole vectors of `inner` elements."""
-    each = LARGEST + RESERVED >> (AT_ONCE[0] > 1)  # of two blocks of a multiprocessor, if they are small enough for that
-    size = next((n for n in (16, 8, 4) if inner * itemsize % n == 0), 0)
-    return size > 0 and length * WIDTH <= CLUSTER * (each - SPARE)
+def keeps(outer: int, length: int, inner: int, itemsize: int) -> bool:
+    """Whether clusters of blocks can keep strips of columns of so many rows, of whole vectors of `inner` elements."""
+    each, strips = (LARGEST + RESERVED) // AT_ONCE[-1] - SPARE, outer * inner * itemsize // WIDTHS[-1]
+    fits = length * WIDTHS[-1] <= CLUSTER * each and strips * CLUSTER >= MULTIPROCESSORS
+    return itemsize <= ELEMENT and inner * itemsize % WORD == 0 and fits
 
 
 def _plain(kernel: Kernel) -> bool:
@@ -150,10 +157,7 @@ class StripsWriter(CudaWriter):
     def body(self) -> None:
         at, (column, _), loops = self.launch, self.kernel.grid[-1], row_loops(self.kernel)
         self.first, self.column, self.row_var = self.names[column] + "_0" * (at.vector > 1), column, loops[0].var
-        if at.parts > 1:
-            self.line_of_parts()
-        else:
-            self.line(f"rlx_alone<{at.team}> all;")
+        self.line_of_parts()
         self.copy(loops)
         for s in self.kernel.body:
             if isinstance(s, Loop):
@@ -187,7 +191,7 @@ class StripsWriter(CudaWriter):
             if low >= high:
                 continue
             self.names[self.row_var] = i = self.fresh("i")
-            row = f"const rlx_index {i} = (n * {at.parts} + {'part' if at.parts > 1 else '0'}) * {at.rows // at.parts} + me;"
+            row = f"const rlx_index {i} = (n * {at.parts} + part) * {at.rows // at.parts} + me;"
             head = [f"#pragma unroll{f' {unrolled}' * bool(unrolled)}", f"for (int n = {low}; n < {high}; n++) {{", row]
             with self.scope([*head, *[f"if ({i} < {extent}) {{"] * last], 1 + last):
                 yield last
