@@ -17,6 +17,7 @@ from rlx.backends.cuda import variances
 from rlx.backends.cuda.backend import target
 from rlx.backends.cuda.code import cubin, is_wide, launch_of, text_of
 from rlx.backends.cuda.columns import ColumnsLaunch
+from rlx.backends.cuda.strips import StripsLaunch
 from rlx.compiler import lower
 from rlx.ir.kernel import Loop
 
@@ -118,7 +119,7 @@ def test_columns_are_reduced_by_adjacent_lanes():
 
 
 WIDE_SUMS = {  # build, dims, dtype; columns of a lane and blocks of a line, 0: a column for each lane
-    "a cluster": (lambda x: rlx.sum(x, axis=0), (13_107, 5120), "bf16", 4, 6),
+    "blocks that leave": (lambda x: rlx.sum(x, axis=0), (13_107, 5120), "bf16", 4, 6),
     "one block": (lambda x: rlx.sum(x, axis=0), (1334, 50_304), "f32", 2, 1),
     "few lines": (lambda x: rlx.max(x, axis=0), (8192, 1024), "f16", 4, 8),
     "short columns": (lambda x: rlx.sum(x, axis=0), (300, 20_000), "bf16", 4, 1),
@@ -144,6 +145,64 @@ def test_lanes_have_adjacent_columns(name):
             assert not report.spilled
 
 
+def test_the_last_rows_of_a_column_are_loaded_at_once():
+    """The compiler would give each of them a turn of a loop, which waits for its load."""
+    for rows, ends in ((13_107, True), (16_384, False)):
+        found = launch_of(one(lambda g, rows=rows: rlx.sum(g.input("x", (rows, 5120), "bf16"), axis=0)), "sm_90a")
+        text = text_of(found, "kernel")
+        assert ("end - 1)" in text) == ends and text.count("for (int u = 0; u < 16; u++)") == 1 + ends
+
+
+def softmax(x):
+    return rlx.softmax(x, axis=0)
+
+
+STRIPS = {  # build, dims, dtype; elements of a vector, vectors of a strip, blocks that share it; None: not kept there
+    "a cluster": (softmax, (4096, 4096), "bf16", (8, 8, 8)),
+    "of two": (softmax, (1000, 100_000), "bf16", (8, 8, 2)),
+    "of eight, narrow": (softmax, (13_107, 5120), "bf16", (8, 4, 8)),
+    "rows of 8 bytes": (softmax, (3000, 3004), "bf16", (4, 16, 8)),
+    "rows of 4 bytes": (softmax, (3000, 3002), "bf16", (2, 32, 8)),
+    "between axes": (lambda x: rlx.softmax(x, axis=1), (12, 1334, 1024, 3), "bf16", (8, 8, 4)),
+    "two": (lambda x: (y := rlx.sort(x)[0]) * rlx.sum(x * y, axis=0, keepdims=True) - x, (1024, 40_000), "f16", (8, 8, 4)),
+    "few columns": (softmax, (3000, 520), "bf16", (8, 4, 8)),
+    "of f32": (softmax, (4096, 4096), "f32", None),
+    "one block": (softmax, (512, 100_000), "bf16", None),
+    "odd columns": (softmax, (4096, 5001), "bf16", None),
+    "short columns": (softmax, (32, 200_000), "bf16", None),
+    "long columns": (softmax, (40_000, 1024), "bf16", None),
+    "of 64 bits": (softmax, (9000, 1024), "f64", None),
+    "little": (softmax, (300, 1000), "bf16", None),
+    "too few columns": (softmax, (10_000, 520), "bf16", None),
+}
+
+
+@pytest.mark.parametrize("name", STRIPS)
+def test_shared_memory_keeps_strips_of_columns(name):
+    build, dims, dtype, expected = STRIPS[name]
+    *_, last = kernels(graph(lambda g: build(g.input("x", dims, dtype))))
+    found = launch_of(last, "sm_90a")
+    assert isinstance(found, StripsLaunch) == (expected is not None)
+    if isinstance(found, StripsLaunch):
+        assert (found.vector, found.across, found.parts) == expected and found.clustered == (found.parts > 1)
+        text, nbytes = text_of(found, "kernel"), found.vector * last.buffers[0].dtype.itemsize
+        (report,) = reports(text, "sm_90a").values()
+        assert not report.spilled and f"rlx_copy<{nbytes}>" in text
+        assert text.count("rlx_copies_wait<") == text.count("rlx_copies_end();")
+        assert found.at_once * (found.shared + 1024) <= 228 << 10
+
+
+def test_a_row_of_a_strip_is_copied_and_stored_once():
+    """Lanes behind the last column read it again, and store nothing; nor are there rows behind the last one."""
+    found = launch_of(one(lambda g: softmax(g.input("x", (3000, 3004), "bf16"))), "sm_90a")
+    text = text_of(found, "kernel")
+    assert isinstance(found, StripsLaunch) and found.points % found.across and "if (!spare) {" in text
+    assert found.rows * found.rounds > 3000 and " < 3000) {" in text
+    small = launch_of(found.kernel, "sm_120")
+    assert isinstance(small, StripsLaunch) and small.across < found.across and cubin(text_of(small, "kernel"), "sm_120")
+    assert not isinstance(launch_of(found.kernel, "sm_80"), StripsLaunch)
+
+
 @pytest.mark.parametrize("dims", [(32, 128), (3, 32, 64), (33, 128), (16, 128), (2000, 62)])
 def test_totals_of_16_bits_down_columns_compile(dims):
     """Of 32 rows a thread has one column; of more, two."""
@@ -165,7 +224,7 @@ def test_rows_that_end_near_2_to_31_have_positions_of_64_bits():
 
 
 def test_spare_lanes_of_a_cluster_store_nothing():
-    found = launch_of(one(lambda g: rlx.sum(g.input("x", (4096, 4108), "f32"), axis=0)), "sm_90a")
+    found = launch_of(one(lambda g: rlx.sum(g.input("x", (4096, 4108), "f64"), axis=0)), "sm_90a")
     assert found.clustered and found.points % 32 and "&& !spare" in text_of(found, "kernel")
 
 

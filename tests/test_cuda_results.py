@@ -404,6 +404,45 @@ def test_sums_and_totals_down_columns_are_exact(name, dtype):
     np.testing.assert_array_equal(compiled.run({"x": x})[0].view(np.uint8), found.view(np.uint8))
 
 
+STRIPS = {  # columns that shared memory keeps: op along axis -2, dims; clusters of 2 to 8 blocks, vectors of 4 to 16 bytes
+    "rows just too many for a block": (lambda x: x - rlx.max(x, axis=0, keepdims=True), (513, 4200)),
+    "two": (lambda x: x - rlx.max(x, axis=0, keepdims=True), (2001, 3004)),
+    "four": (lambda x: x - rlx.min(x, axis=1, keepdims=True), (3, 3999, 2050)),
+    "eight": (lambda x: x * rlx.sum(x, axis=0, keepdims=True), (9001, 1032)),
+    "two sums": (lambda x: x * rlx.sum(x * x, axis=0, keepdims=True) - rlx.sum(x, axis=0, keepdims=True), (1025, 4104)),
+    "and the greatest": (lambda x: [x - rlx.max(x, axis=0, keepdims=True), rlx.max(x, axis=0)], (1025, 4104)),
+    "in place": (lambda x: (y := rlx.sort(x)[0]) - rlx.max(y, axis=0, keepdims=True), (4097, 1032)),
+}
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("name", STRIPS)
+def test_strips_of_columns_are_exact(name, dtype):
+    build, dims = STRIPS[name]
+    g, wide = (graph(lambda g: build(g.input("x", dims, d))) for d in (dtype, "f64"))  # noqa: B023
+    kind = rlx.as_dtype(dtype).numpy
+    rng = np.random.default_rng(0)
+    x = (rng.integers(-1, 2, dims) * (rng.random(dims) < 0.01)).astype(kind)  # few are not 0, so that sums are exact
+    compiled = rlx.Session("cuda").compile(g)
+    for found, wanted in zip(compiled.run({"x": x}), evaluate(wide, {"x": x.astype(np.float64)})[0]):
+        np.testing.assert_array_equal(found, np.asarray(wanted, np.float32).astype(kind))
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dims", [(700, 3000), (4096, 1024), (13_107, 520), (3000, 1030), (27_000, 520)])
+def test_softmax_of_strips_of_columns(dims, dtype):
+    kind = rlx.as_dtype(dtype).numpy
+    x = (np.random.default_rng(0).normal(size=dims) * 4).astype(kind)
+    x[3], x[:, 5], x[7, 9], x[:-1, 11] = -np.inf, 2.0, np.nan, -np.inf
+    compiled = rlx.Session("cuda").compile(graph(lambda g: rlx.softmax(g.input("x", dims, dtype), axis=0)))
+    found = compiled.run({"x": x})[0]
+    (wanted,), _ = evaluate(graph(lambda g: rlx.softmax(g.input("x", dims, "f64"), axis=0)), {"x": x.astype(np.float64)})
+    np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=1e-5 if dtype == "f32" else 1e-2, atol=1e-30)
+    np.testing.assert_array_equal(compiled.run({"x": x})[0].view(np.uint8), found.view(np.uint8))
+
+
 @on_gpu
 @pytest.mark.parametrize("rows, columns", [(20_000, 10_000), (100_000, 40), (8200, 70_000)])
 def test_long_sums_down_many_columns_lose_no_digits(rows, columns):

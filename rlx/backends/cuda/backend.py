@@ -181,7 +181,7 @@ class CudaBackend:
 
 def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
     """Facts of a GPU architecture ("sm_90a"), which need not be in this machine."""
-    products = partial(turned.packs, arch)
+    products, softmax = partial(turned.packs, arch), partial(splits.softmax, int(arch[3:].rstrip("af")) >= 90)
     return Target(
         name="cuda", dtypes=frozenset(DTYPES), features=(arch,), quick=frozenset({"bf16"}), vector_bytes=16,
         threads=multiprocessors * THREADS_EACH, points_per_thread=BLOCKS / THREADS_EACH, point_elements=4096,
@@ -201,8 +201,8 @@ def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
         status_late=True, widens=frozenset(f"{a} {b}" for a in ("f16", "bf16") for b in ("f8e4m3", "f8e5m2")),
         part_columns=PART if arch == "sm_90a" else 0, column_bytes=COLUMN_BYTES, schedule=scatter.scheduled,
         splits={
-            "attention": splits.attention, "conv": direct.split, "top_k": splits.top_k, "softmax": splits.softmax,
-            "log_softmax": splits.softmax, "variance": variances.split,
+            "attention": splits.attention, "conv": direct.split, "top_k": splits.top_k, "softmax": softmax,
+            "log_softmax": softmax, "variance": variances.split,
         },
     )  # fmt: skip
 

@@ -34,6 +34,7 @@ from rlx.backends.cuda.schedule import LARGEST, MULTIPROCESSORS, Launch, TensorM
 from rlx.backends.cuda.segments import of_groups, segmented
 from rlx.backends.cuda.sorts import DigitLaunch, DigitWriter, SortLaunch, SortWriter, sorted_rows
 from rlx.backends.cuda.staged import StagedLaunch, StagedWriter, staged
+from rlx.backends.cuda.strips import StripsLaunch, StripsWriter, strips
 from rlx.backends.cuda.tensor import TensorLaunch, on_tensor_cores
 from rlx.backends.cuda.tensor_writer import TensorWriter
 from rlx.backends.cuda.transpose import TileLaunch, TileTransposer, in_tiles
@@ -135,7 +136,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
     if loops := sorted_rows(kernel, most, multiprocessors) or updates or staged(sums or kernel):
         return loops
     kernel, clusters = as_loops(sums or kernel), capability >= 90
-    return columns(kernel, clusters) or in_tiles(launch(kernel, clusters))
+    return columns(kernel, clusters) or strips(kernel, clusters, most) or in_tiles(launch(kernel, clusters))
 
 
 def text_of(at: Launch, name: str) -> str:
@@ -158,8 +159,8 @@ def prologue(wide: bool) -> str:
 
 
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
-    Launch: CudaWriter, ColumnsLaunch: ColumnsWriter, TileLaunch: TileTransposer, FmaLaunch: FmaWriter,
-    TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
+    Launch: CudaWriter, ColumnsLaunch: ColumnsWriter, StripsLaunch: StripsWriter, TileLaunch: TileTransposer,
+    FmaLaunch: FmaWriter, TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
     StagedLaunch: StagedWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter,
     ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter, PatchLaunch: PatchWriter,
     GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter, RingLaunch: RingWriter, direct.DirectLaunch: direct.DirectWriter,

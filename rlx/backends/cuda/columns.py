@@ -1,5 +1,6 @@
-"""Sums down columns: each lane of a warp has adjacent ones, so that the warp reads 256 bytes of a row at once, and blocks share
-the rows until the GPU is busy. With one column for a lane, rows of 16-bit elements would be read by half a cache line."""
+"""Sums down columns: each lane of a warp has adjacent ones, so that the warp reads 256 bytes of a row at once. With one column
+for a lane, rows of 16-bit elements would be read by half a cache line. Blocks share the rows, no more than run at once. None
+waits: the last one of a line to tell its sums adds those of all."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import CudaWriter, Partial
 from rlx.backends.cuda.rows import row_loops
-from rlx.backends.cuda.schedule import CLUSTER, FEW_WARPS, MULTIPROCESSORS, PART_WARPS, PARTS, WARP, Launch, lanes_down
+from rlx.backends.cuda.schedule import FEW_WARPS, MULTIPROCESSORS, PART_WARPS, PARTS, WARP, Launch, lanes_down
 from rlx.backends.cuda.vectors import loads, width
 from rlx.ir.kernel import EXTREMES, Check, Kernel, Let, Load, Loop, Var, walk
-from rlx.ir.nest import joined
+from rlx.ir.nest import identity, joined
 from rlx.records import record
 
 ROWS = 16  # of which a thread loads elements before it waits for the first
@@ -56,21 +58,20 @@ def columns(kernel: Kernel, clusters: bool) -> ColumnsLaunch | None:
         size //= 2
     if size <= 1 or len(loads(s.body, ends, column[0], size)) < len(found):
         return None
-    lines = -(-points // (size * WARP))
-    parts = max(1, min(BLOCKS // lines, s.extent // LEAST_ROWS, PARTS[-1]))
-    if lines * CLUSTER >= MULTIPROCESSORS:
-        parts = min(parts, CLUSTER)
-    at = ColumnsLaunch(kernel, PART_WARPS, PART_WARPS * WARP, lanes=WARP, vector=size, parts=parts)
-    if parts == 1:
+    lines, turn = -(-points // (size * WARP)), ROWS * PART_WARPS
+    at = ColumnsLaunch(kernel, PART_WARPS, PART_WARPS * WARP, lanes=WARP, vector=size)
+    if lines >= BLOCKS or s.extent <= turn:
         return at
-    at = replace(at, part=-(-s.extent // parts), adjacent=True, words=4 * WARP * size * parts * len(s.reduces) + 1)
-    together = clusters and parts <= CLUSTER
-    return replace(at, clustered=True) if together else replace(at, counters=2 * at.lines * at.words)
+    part = -(-s.extent // (min(BLOCKS // lines, PARTS[-1]) * turn)) * turn
+    parts = -(-s.extent // part)
+    words = 4 * WARP * size * parts * len(s.reduces) + 1
+    at = replace(at, parts=parts, part=part, adjacent=True, leaving=True, words=words)
+    return replace(at, counters=2 * at.lines * at.words) if parts > 1 else at
 
 
 class ColumnsWriter(CudaWriter):
     launch: ColumnsLaunch
-    unrolled = ROWS
+    inside = ""  # the condition on which a row is one of the thread's
 
     def __init__(self, launch: ColumnsLaunch) -> None:
         super().__init__(launch)
@@ -103,42 +104,56 @@ class ColumnsWriter(CudaWriter):
             self.line(f"const auto {p.name}_none = {p.name};")
 
         def combine(values: list[str]) -> None:
-            for p, value in zip(parts, values):
-                self.line(p.add(value, i))
+            for r, p, value in zip(s.reduces, parts, values):
+                none = CUDA.literal(identity(r.op, r.value.dtype.compute), r.value.dtype.compute)
+                self.line(p.add(f"({self.inside} ? {value} : {none})" if self.inside else value, i))
 
         start, end = "me", str(s.extent)
         if at.parts > 1:
-            start, end = f"part * {at.part} + me", f"min((part + 1) * {at.part}, (rlx_index){s.extent})"
-        turn = lambda: self.in_vectors(s.body, ends, column, at.vector, first, combine)  # noqa: E731
-        self.turns(s, i, start, end, 1, [p for p in parts if p.near], turn)
-        totals = [self.fresh("t") for _ in parts]
-        for p, total in zip(parts, totals):
-            self.line(f"const auto {total} = {self.combined(p)};")
+            start, end = f"part * {at.part} + me", "end"
+            self.line(f"const rlx_index end = min((part + 1) * {at.part}, (rlx_index){s.extent});")
+        self.rows(s, i, start, end, parts, lambda: self.in_vectors(s.body, ends, column, at.vector, first, combine))
+        totals, functions = [f"{p.name}_all" for p in parts], [self.added(p) for p in parts]
+        for p, total, function in zip(parts, totals, functions):
+            text = f"rlx_reduce_down<{at.team}>({p.name}, {function})"
+            each = 4 * at.lanes * at.vector * at.parts * self.told
+            self.line(f"all.give({each}, {text});" if at.parts > 1 else f"const auto {total} = {text};")
+            self.told += 1
         if at.parts > 1:
-            self.line("all.leave();")
+            self.line("if (!all.last()) return;")
+            for n, (p, total, function) in enumerate(zip(parts, totals, functions)):
+                each = 4 * at.lanes * at.vector * at.parts * n
+                self.line(f"const auto {total} = all.gather({each}, {p.name}_none, {function});")
         return [p.result(f"{total}.at[v]") for p, total in zip(parts, totals)]
 
-    def combined(self, p: Partial) -> str:
-        """The sums of all warps and blocks."""
-        at, kind = self.launch, self.several(p)
-        sums = f"for (int v = 0; v < {at.vector}; v++) c.at[v] = {p.combine('a.at[v]', 'b.at[v]')};"
-        function = f"[]({kind} a, {kind} b) -> {kind} {{ {kind} c; {sums} return c; }}"
-        text = p.name if at.clustered else f"rlx_reduce_down<{at.team}>({p.name}, {function})"
-        if at.parts > 1:
-            text = f"all.all({self.told}, {text}, {p.name}_none, {function})"
-            self.told += 4 * at.lanes * at.vector * at.parts
-        return text
+    def rows(self, s: Loop, i: str, start: str, end: str, parts: Sequence[Partial], turn: Callable[[], None]) -> None:
+        """The loop over the rows of a thread, ROWS at a time, whose loads come first. The last rows are fewer; others then
+        read the last one again, and add nothing: the compiler would make a turn of each, which waits for its load."""
+        step, near = self.launch.team, [p for p in parts if p.near]
+        self.line(f"rlx_index {i}s = {start};")
+        inner = ["#pragma unroll", f"for (int u = 0; u < {ROWS}; u++) {{"]
+        whole = f"for (; {i}s + {(ROWS - 1) * step} < {end}; {i}s += {ROWS * step}) {{"
+        for head, place in ((whole, f"{i}s + u * {step}"), (f"if ({i}s < {end}) {{", f"min({i}s + u * {step}, {end} - 1)")):
+            if head != whole and s.extent % (ROWS * step) == 0 and self.launch.part % (ROWS * step) == 0:
+                continue
+            self.inside = "" if head == whole else f"{i}s + u * {step} < {end}"
+            with self.scope([head]), self.alone():
+                for p in near:
+                    self.line(f"rlx_several<float, {self.launch.vector}> {p.near} = {{}};")
+                with self.scope([*inner, f"const rlx_index {i} = {place};"]):
+                    turn()
+                with self.scope(self.each):
+                    for p in near:
+                        self.line(f"{p.name}.at[v] += {p.near}.at[v];")
+
+    def added(self, p: Partial) -> str:
+        """The function that combines the values of all columns of a lane."""
+        kind = self.several(p)
+        sums = f"for (int v = 0; v < {self.launch.vector}; v++) c.at[v] = {p.combine('a.at[v]', 'b.at[v]')};"
+        return f"[]({kind} a, {kind} b) -> {kind} {{ {kind} c; {sums} return c; }}"
 
     def several(self, p: Partial) -> str:
         return f"rlx_several<{p.type}, {self.launch.vector}>"
-
-    def sum_of_few(self, near: Sequence[Partial], body: Callable[[], object]) -> None:
-        for p in near:
-            self.line(f"rlx_several<float, {self.launch.vector}> {p.near} = {{}};")
-        body()
-        for p in near:
-            with self.scope(self.each):
-                self.line(f"{p.name}.at[v] += {p.near}.at[v];")
 
 
 __all__ = ["ColumnsLaunch", "ColumnsWriter", "columns"]

@@ -9,6 +9,7 @@ import numpy as np
 import rlx.ir.ops as ops
 from rlx.backends.cuda.attention import FEW_ROWS, NARROW
 from rlx.backends.cuda.schedule import CLUSTER, COLUMN_BYTES, MORE_REGISTERS, PART_THREADS, PART_WARPS, PARTS, REGISTERS
+from rlx.backends.cuda.strips import keeps
 from rlx.ir.dtype import DType, as_dtype, f32
 from rlx.ir.graph import Node, Value
 from rlx.ir.ops.rules import axis_of
@@ -21,7 +22,7 @@ NEAR = 128  # rows of a part of columns: those that a multiprocessor works on st
 SORTED, WHOLE = 2048, 8192  # elements of a part, and of a row, that a block sorts in shared memory
 
 
-def softmax(node: Node) -> Value | None:
+def softmax(clusters: bool, node: Node) -> Value | None:
     """Down columns that no kernel keeps: a kernel for the maximum and the sum of each part of a column, one that combines the
     parts, and one for the result, which computes its exponentials again rather than read them."""
     (x,), axis = node.inputs, axis_of(node.attrs.axis, node.inputs[0].rank)  # type: ignore[union-attr]
@@ -31,6 +32,7 @@ def softmax(node: Node) -> Value | None:
     kept = length * x.dtype.compute.itemsize <= COLUMN_BYTES and (length <= SHORT or math.prod(dims) < LARGE)
     if inner == 1 and length > LONGEST:
         return _of_long_rows(x, outer, length, node.op.name == "log_softmax")
+    kept |= clusters and keeps(outer, length, inner, x.dtype.itemsize)
     if inner == 1 or kept or math.prod(dims) < LONG:
         return None
     size = next((n for n in range(NEAR, NEAR // 4, -1) if length % n == 0), length)

@@ -104,13 +104,16 @@ template <int T, int LANES, int PARTS> struct rlx_line {
       asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(words + ((slot * (int)((sizeof(V) + 3) / 4) + n) * LANES + column())), "l"((1ull << 32) | bits[n]) : "memory");
   }
   template <class V> __device__ V hear(int slot) {
-    uint32_t bits[(sizeof(V) + 3) / 4];
-    #pragma unroll
-    for (int n = 0; n < (sizeof(V) + 3) / 4; n++) {
-      unsigned long long got;
-      do asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(got) : "l"(words + ((slot * (int)((sizeof(V) + 3) / 4) + n) * LANES + column())) : "memory");
-      while (!(got >> 32));
-      bits[n] = (uint32_t)got;
+    constexpr int WORDS = (sizeof(V) + 3) / 4;
+    uint32_t bits[WORDS];
+    for (bool told = false; !told;) { /* all words are on their way at once */
+      unsigned long long got[WORDS];
+      #pragma unroll
+      for (int n = 0; n < WORDS; n++)
+        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(got[n]) : "l"(words + ((slot * WORDS + n) * LANES + column())) : "memory");
+      told = true;
+      #pragma unroll
+      for (int n = 0; n < WORDS; n++) told = told && got[n] >> 32, bits[n] = (uint32_t)got[n];
     }
     V value;
     memcpy(&value, bits, sizeof(V));
