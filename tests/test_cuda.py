@@ -22,6 +22,7 @@ from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.code import launches_of as found_launches
 from rlx.backends.cuda.contract import Tile
 from rlx.backends.cuda.fma import SIZES, FmaLaunch, by_fma
+from rlx.backends.cuda.fragments import FragmentLaunch
 from rlx.backends.cuda.gemv import GemvLaunch
 from rlx.backends.cuda.gpu import refusal
 from rlx.backends.cuda.groups import Stages, may_join
@@ -85,7 +86,7 @@ PRODUCTS = {
         lambda g: rlx.int8_matmul(g.input("x", (64, 160), "u8"), rlx.transpose(g.input("y", (80, 160), "i8"), (1, 0))),
     ),
     "s8, columns apart": (TensorLaunch, lambda g: rlx.int8_matmul(g.input("x", (64, 160), "u8"), g.input("y", (160, 80), "i8"))),
-    "one row": (GemvLaunch, lambda g: g.input("x", (1, 64), "bf16") @ g.input("y", (64, 64), "bf16")),
+    "one row": (FragmentLaunch, lambda g: g.input("x", (1, 64), "bf16") @ g.input("y", (64, 64), "bf16")),
     "norm": (
         GemvLaunch,
         lambda g: rlx.rms_norm(g.input("x", (2, 64), "f32"), g.input("s", (64,), "f32")) @ g.input("y", (64, 64), "f32"),

@@ -20,6 +20,7 @@ from rlx.backends.cuda.columns import ColumnsLaunch, ColumnsWriter, columns
 from rlx.backends.cuda.contract import Tile, TileWriter, has_tiles, in_sums, tiled
 from rlx.backends.cuda.dialect import prelude
 from rlx.backends.cuda.fma import FmaLaunch, FmaWriter, by_fma, by_rows
+from rlx.backends.cuda.fragments import FragmentLaunch, FragmentWriter, in_fragments
 from rlx.backends.cuda.fronts import Fronted, fronted
 from rlx.backends.cuda.gemv import GemvLaunch, GemvWriter, few_rows
 from rlx.backends.cuda.gemv_blocks import BlocksLaunch, of_blocks
@@ -120,7 +121,8 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
         return direct.launch(kernel, conv)
     blocks = of_blocks(kernel, most=most, boxes=arch == "sm_90a")
     ring = ring_of(kernel, multiprocessors, most) if capability >= 90 else None
-    if found := (blocks if blocks and blocks.passes == 1 else None) or ring or few_rows(kernel, multiprocessors, most):
+    whole = (kernel, multiprocessors, most)
+    if found := (blocks if blocks and blocks.passes == 1 else None) or ring or in_fragments(*whole) or few_rows(*whole):
         return found
     if arch == "sm_90a" and (found := on_tensor_cores(kernel)):
         return found
@@ -162,7 +164,8 @@ WRITERS: dict[type[Launch], type[CudaWriter]] = {
     TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
     StagedLaunch: StagedWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter,
     ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter, PatchLaunch: PatchWriter,
-    GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter, RingLaunch: RingWriter, direct.DirectLaunch: direct.DirectWriter,
+    GemvLaunch: GemvWriter, FragmentLaunch: FragmentWriter, BlocksLaunch: BlocksWriter, RingLaunch: RingWriter,
+    direct.DirectLaunch: direct.DirectWriter,
     attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,
 }  # fmt: skip
 
