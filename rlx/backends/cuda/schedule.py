@@ -290,7 +290,8 @@ def _running(kernel: Kernel) -> Launch | None:
         size = 1 if down else running_size(kernel.body[-1], peel, each)  # type: ignore[arg-type]
         parts, each = _even_parts(extent, team, each, size, not peel and vector == 1)
     threads, lanes = team * WARP if down else THREADS if team == WARP else team, WARP if down else 1
-    words = -(-own // 4) * vector * lanes * (parts + -(-parts // team) + 1) + 1  # totals of parts and of groups of parts
+    groups = -(-parts // team) if down else -(-parts // WARP) + -(-parts // WARP**2)
+    words = -(-own // 4) * vector * lanes * (parts + groups + 1) + 1  # totals of parts and of groups of parts
     at = Launch(kernel, team, threads, lanes=lanes, vector=vector, parts=parts, part=team * each, words=words, peel=peel)
     return _counted(at)
 
