@@ -139,7 +139,7 @@ def test_more_places_than_words_are_not_replaced_by_them() -> None:
 
 FEW = [
     ((1_000_003,), 0, 300), ((9, 70_001), 1, 90), ((3, 90_000, 5), 1, 300), ((5000, 232), 0, 200), ((5000, 233), 0, 200),
-    ((2, 3000, 37, 8), 1, 70), ((500, 3000), 1, 9),
+    ((2, 3000, 37, 8), 1, 70), ((500, 3000), 1, 9), ((34505, 232), 0, 465),
 ]  # fmt: skip
 ROWS = [((600_001, 4), 0, 300), ((8, 64, 2331), 0, 2), ((40_000, 33), 0, 9), ((12, 40_000, 3), 1, 50)]
 
@@ -163,8 +163,8 @@ def test_few_updates_of_a_large_tensor_patch_a_copy() -> None:
     assert patch and patch.columns == 0 and patch.picks <= 3 * 8
     for dims in ((34505, 232), (2, 4096, 37, 8)):
         patch = patched(dims, dims.index(max(dims)), 60, "replace").patch
-        assert patch and patch.columns in (32, 64) and patch.picks == 60 * patch.columns
-        many = launch_of(kernel_of(dims, dims.index(max(dims)), 200, "replace", "bf16"))
+        assert patch and patch.columns in (16, 32, 64) and patch.picks == 60 * patch.columns
+        many = launch_of(kernel_of(dims, dims.index(max(dims)), 400, "replace", "bf16"))
         assert not isinstance(many, PatchLaunch), "a block has no room for all that may select places of its tile"
 
 

@@ -48,7 +48,8 @@ SPARSE = 8  # places for each update of lines with indices of their own
 COPIED = 3.5e6  # bytes in 1 µs
 PATCHED, MOSTLY = 1 << 20, 2  # bytes that are worth it; times as long as the copy alone, of one that is chosen unseen
 TILES, WAVE = (1 << 13, 1 << 14, 1 << 15, 1 << 16), 132  # bytes of a tile; tiles that the last multiprocessors wait for
-ACROSS = 64, 128  # bytes of a row of a tile, where lines have indices of their own
+ACROSS = 32, 64, 128  # bytes of a row of a tile, where lines have indices of their own
+NARROW = 1.2  # times as long, of the least (not measured)
 STATIC = 48 << 10  # bytes of shared memory of a block without further ado
 TILE_ROOM = 4096  # indices that may select places of a tile, at most: a block lists all, and compares those that select the same
 ACROSS_MOST = 1 << 10  # vectors of a row of a tile, which a block adds up by itself if all updates are of one row
@@ -172,12 +173,14 @@ def patch_of(kernel: Kernel) -> Patch | None:
             picks = lines * found.count * own
             looked = round(min(tiles * (1 + (size - 1) / line), tiles * lines)) * found.count * own
         slow = (1 + WAVE / tiles) * (1 if not columns or inner % vector == 0 else 2)
+        slow *= NARROW if columns * each == ACROSS[0] else 1
         time = PATCH + slow * copy + tiles * TILE + looked * LOOKED + updated
         return Patch(size, columns, inner, picks, tiles, copy, time)
 
     def fits(at: Patch) -> bool:
         cells, across = tile_cells(at, found.of_all), min(inner, at.size) // math.gcd(vector, inner) if found.of_all else 1
-        room = at.picks <= TILE_ROOM and 8 * (cells // 32 + 1 + at.picks) + 64 <= STATIC
+        listed = at.picks + (1 << (at.picks - 1).bit_length())  # the latter of a sort
+        room = at.picks <= TILE_ROOM and 8 * (cells // 32 + 1) + 4 * listed + 64 <= STATIC
         return room and across <= ACROSS_MOST and (at.size + 2) * at.picks < 1 << 32
 
     widths = [0, *(n // each for n in ACROSS if not found.of_all and n // each < inner)]
