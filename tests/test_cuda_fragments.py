@@ -12,10 +12,12 @@ import rlx
 from rlx.backends.cuda.code import launch_of, text_of
 from rlx.backends.cuda.fragments import FragmentLaunch
 from rlx.backends.cuda.gemv import GemvLaunch
+from rlx.backends.cuda.gemv_ring import RingLaunch
+from rlx.backends.cuda.tensor import TensorLaunch
 
 CASES = [  # matrices, rows, terms, columns
-    (128, 8, 1190, 128), (3, 1, 77, 130), (20, 4, 64, 777), (4, 16, 1000, 96), (1, 12, 4096, 512),
-    (50, 5, 33, 17), (2, 9, 40, 2048),
+    (128, 8, 1190, 128), (3, 2, 77, 130), (20, 4, 64, 777), (4, 15, 1000, 96), (1, 12, 4096, 512),
+    (50, 5, 33, 17), (2, 9, 40, 2048), (999, 4, 32, 64), (999, 7, 64, 32), (300, 3, 100, 40), (32, 1, 4096, 128),
 ]  # fmt: skip
 
 
@@ -41,10 +43,28 @@ def test_loads_are_as_wide_as_rows_or_columns_allow():
     rows, columns = {(1190, 128): 8, (1190, 100): 4}, {(64, 130): 8, (1190, 128): 2}
     for order, sizes in (("rows", rows), ("columns", columns)):
         for (k, n), size in sizes.items():
-            found = launch_of(one(lambda g, case=(64, 8, k, n), order=order: product(g, case, order, "f16")))
+            found = launch_of(one(lambda g, case=(128, 8, k, n), order=order: product(g, case, order, "f16")))
             assert isinstance(found, FragmentLaunch) and found.size == size
     odd = launch_of(one(lambda g: product(g, (64, 8, 1191, 128), "columns", "f16")))
     assert type(odd) is GemvLaunch, "columns of odd lengths are read element by element"
+
+
+def test_blocks_of_small_matrices_have_few_warps():
+    for order, case in (("columns", (4000, 4, 32, 64)), ("rows", (4000, 4, 64, 32))):
+        found = launch_of(one(lambda g, case=case, order=order: product(g, case, order, "bf16")))
+        assert isinstance(found, FragmentLaunch) and found.threads == 32 and found.resident == 16
+    few = launch_of(one(lambda g: product(g, (16, 4, 333, 128), "rows", "bf16")))
+    assert isinstance(few, FragmentLaunch) and few.size == 4 and few.blocks == 64, "shorter loads, so that more blocks have some"
+
+
+def test_fragments_are_for_batches_and_few_rows():
+    def kind(case, order="rows"):
+        return type(launch_of(one(lambda g: product(g, case, order, "bf16"))))
+
+    assert kind((128, 1, 128, 1024), "columns") is FragmentLaunch and kind((1, 1, 128, 1024), "columns") is RingLaunch
+    assert kind((32, 1, 4096, 128)) is FragmentLaunch, "too few blocks, if they do not share sums"
+    assert kind((256, 1, 1024, 128)) is GemvLaunch
+    assert kind((256, 15, 1024, 128)) is FragmentLaunch and kind((256, 16, 1024, 128)) is TensorLaunch
 
 
 @on_gpu

@@ -120,9 +120,10 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
     if conv := direct.conv_of(kernel):
         return direct.launch(kernel, conv)
     blocks = of_blocks(kernel, most=most, boxes=arch == "sm_90a")
-    ring = ring_of(kernel, multiprocessors, most) if capability >= 90 else None
-    whole = (kernel, multiprocessors, most)
-    if found := (blocks if blocks and blocks.passes == 1 else None) or ring or in_fragments(*whole) or few_rows(*whole):
+    fragments, batch = in_fragments(kernel, multiprocessors, most), any(n > 1 for _, n in kernel.grid)
+    ring = ring_of(kernel, multiprocessors, most) if capability >= 90 and not (fragments and batch) else None
+    few = ring or fragments or few_rows(kernel, multiprocessors, most)
+    if found := (blocks if blocks and blocks.passes == 1 else None) or few:
         return found
     if arch == "sm_90a" and (found := on_tensor_cores(kernel)):
         return found

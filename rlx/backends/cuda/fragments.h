@@ -16,14 +16,15 @@ template <bool F16> RLX_FN void rlx_product(float (&d)[4], const uint32_t (&a)[4
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/* The columns of a block, which begin at `start` and are `step` apart: DOWN of its 8 warps share the summed axis of `k` elements, AHEAD
+/* The columns of a block, which begin at `start` and are `step` apart: DOWN of its WARPS share the summed axis of `k` elements, AHEAD
    fragments of each in flight, BATCHES times. stage() puts the left operand to `rows`, PITCH elements a row, zeros behind k.
    from(d, column): where a weight is. put(row, column, sum) for each result. */
-template <int M, int N, int PITCH, bool ALONG, int SIZE, int WIDE, int DOWN, int AHEAD, int BATCHES, bool F16, class G, class A, class P>
+template <int M, int N, int PITCH, bool ALONG, int SIZE, int WIDE, int WARPS, int DOWN, int AHEAD, int BATCHES, bool F16,
+          class G, class A, class P>
 RLX_FN void rlx_fragments(const uint16_t* rows, int k, const G& stage, const A& from, const P& put, int start, int step) {
   using part = rlx_fragment<ALONG, WIDE>;
-  constexpr int TILES = (M + 7) / 8, ACROSS = 8 / DOWN, COLUMNS = part::COLUMNS, OWN = COLUMNS + 1, EACH = part::EACH;
-  __shared__ float parts[8][M][OWN];
+  constexpr int TILES = (M + 7) / 8, COLUMNS = part::COLUMNS, OWN = COLUMNS + 1, EACH = part::EACH;
+  __shared__ float parts[WARPS][M][OWN];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, down = warp % DOWN, across = warp / DOWN;
   uint16_t held[AHEAD][part::LINES][EACH];
   const auto depth = [&](int batch, int u) { return ((batch * AHEAD + u) * DOWN + down) * part::DEPTH; };

@@ -235,7 +235,7 @@ class GemvWriter(CudaWriter):
         size, name = math.gcd(c.k, self.staged), self.name(last.var, "i")
         first, many = ("first + at", "many") if at.shares > 1 else ("at", str(c.k))
         each = at.pitch // size
-        loop = f"for (int e = me; e < {c.m * each}; e += {THREADS}) {{"
+        loop = f"for (int e = me; e < {c.m * each}; e += {at.threads}) {{"
         with self.scope([f"#pragma unroll {self.staged}", loop]), self.alone():
             self.names[c.i] = "(rlx_index)r"
             self.line(f"const int r = e / {each}, at = e % {each} * {size};")
