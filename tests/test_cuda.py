@@ -486,6 +486,7 @@ def test_blocks_share_the_places_of_sums_by_index(dims, chosen, axis):
 def test_long_rows_are_divided():
     counts = lambda build: [launch_of(kernel, "sm_90a").blocks for kernel in kernels(graph(build))]  # noqa: E731
     assert counts(lambda g: rlx.cumsum(g.input("x", (1, 1_000_003), "f32"), axis=1)) == [245]
+    assert counts(lambda g: rlx.cumsum(g.input("x", (1, 8_000_003), "f32"), axis=1)) == [977], "longer parts, where they are many"
     assert counts(lambda g: rlx.cumsum(g.input("x", (1024, 4096), "f32"), axis=1)) == [1024]
     assert max(counts(lambda g: rlx.top_k(g.input("x", (1, 151_936), "f32"), k=50)[0])) >= 64
     assert len(counts(lambda g: rlx.top_k(g.input("x", (64, 1000), "f32"), k=5)[0])) == 1

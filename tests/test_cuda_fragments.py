@@ -107,8 +107,9 @@ def test_short_integers_are_divided_exactly(dtype):
 
 
 @on_gpu
-def test_a_line_of_thousands_of_parts_adds_up():
-    x = np.random.default_rng(0).integers(-(1 << 20), 1 << 20, 12_345_678).astype(np.int32)
+@pytest.mark.parametrize("size", [300_001, 1_000_000, 3_000_000, 12_345_678])
+def test_a_line_of_hundreds_or_thousands_of_parts_adds_up(size):
+    x = np.random.default_rng(0).integers(-(1 << 20), 1 << 20, size).astype(np.int32)
     g = rlx.Graph("totals")
     g.set_outputs([rlx.cumsum(g.input("x", x.shape, "i32"), axis=0)])
     compiled = rlx.Session("cuda").compile(g)
