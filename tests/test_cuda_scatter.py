@@ -141,7 +141,7 @@ FEW = [
     ((1_000_003,), 0, 300), ((9, 70_001), 1, 90), ((3, 90_000, 5), 1, 300), ((5000, 232), 0, 200), ((5000, 233), 0, 200),
     ((2, 3000, 37, 8), 1, 70), ((500, 3000), 1, 9), ((34505, 232), 0, 465),
 ]  # fmt: skip
-ROWS = [((600_001, 4), 0, 300), ((8, 64, 2331), 0, 2), ((40_000, 33), 0, 9), ((12, 40_000, 3), 1, 50)]
+ROWS = [((600_001, 4), 0, 300), ((8, 64, 2331), 0, 2), ((40_000, 33), 0, 9), ((12, 40_000, 3), 1, 50), ((3000, 512), 0, 900)]
 
 
 def patched(dims: tuple[int, ...], axis: int, count: int, mode: str = "add", dtype: str = "bf16") -> PatchLaunch:
@@ -176,6 +176,8 @@ def test_rows_of_updates_are_read_in_vectors(dims: tuple[int, ...], count: int, 
     found = patched(dims, 0, count, "rows")
     assert found.vector == vector and found.patch and found.patch.picks == count
     text = text_of(found, "kernel")
+    inner = math.prod(dims[1:])
+    assert (f"return (first + e) / {inner} - row;" in text) == (inner % 8 == 0), "some vectors are of two rows, and copied"
     assert "rlx_patch<" in text and "stays = (const void*)b3 == (const void*)b0;" in text, "the result may have the memory of x"
     for arch in ("sm_80", "sm_90a", "sm_100"):
         (report,) = reports(text, arch).values()
