@@ -17,6 +17,7 @@ from rlx.backends.cuda.gpu import refusal
 from rlx.backends.cuda.patched import PatchLaunch
 from rlx.backends.cuda.replaced import ReplaceLaunch
 from rlx.backends.cuda.scatter import FEW_PICKS, MARKS, ScatterLaunch, scatter_of
+from rlx.backends.cuda.streamed import StreamLaunch
 from rlx.backends.ref.interpret import run_kernel
 from rlx.compiler import lower
 from rlx.ir.kernel import Kernel, Loop
@@ -103,18 +104,38 @@ def test_nothing_is_scattered_into_nothing(dims: tuple[int, ...], count: int) ->
 
 def test_blocks_share_lines_with_indices_of_their_own() -> None:
     pytest.importorskip("cuda.core")
-    found = launch_of(kernel_of((4, 1, 1 << 17), 2, 1 << 15, "add", "f32"))
-    assert isinstance(found, ScatterLaunch) and found.blocks == 4 * 128 and found.groups == found.vector == 1
+    found = launch_of(kernel_of((8, 1, 5000), 2, 100, "add", "f32"))
+    assert type(found) is ScatterLaunch and found.blocks == 160 and found.groups == found.vector == 1
     for arch in ("sm_90a", "sm_100"):
         (report,) = reports(text_of(found, "kernel"), arch).values()
         assert not found.words_each and not report.spilled
-    assert not isinstance(launch_of(kernel_of((463, 7752), 0, 90, "add", "f32")), ScatterLaunch), "lines for all blocks"
-    assert not isinstance(launch_of(kernel_of((4, 1 << 20), 1, 5, "add", "f32")), ScatterLaunch), "places look at few updates"
+    assert type(launch_of(kernel_of((463, 7752), 0, 90, "add", "f32"))) is not ScatterLaunch, "lines for all blocks"
+    assert type(launch_of(kernel_of((4, 1 << 20), 1, 5, "add", "f32"))) is not ScatterLaunch, "places look at few updates"
+
+
+MANY = [  # columns of a block, and tiles of a line
+    ((3000, 100), 0, 3000, 2, 1), ((40, 9001), 1, 7000, 1, 1), ((2, 4096, 37, 8), 1, 4000, 4, 1), ((3, 70_001), 1, 9000, 1, 4),
+    ((9000, 90), 0, 2000, 4, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dims, axis, count, columns, tiles", MANY)
+def test_many_updates_pass_by_tiles_of_sums(dims: tuple[int, ...], axis: int, count: int, columns: int, tiles: int) -> None:
+    pytest.importorskip("cuda.core")
+    for dtype in ("f32", "bf16"):
+        found = launch_of(kernel_of(dims, axis, count, "add", dtype))
+        assert isinstance(found, StreamLaunch) and found.rows * found.tiles >= dims[axis]
+        assert found.shared == 4 * found.rows * found.groups <= 72 << 10
+        if dtype == "f32":
+            assert (found.groups, found.tiles) == (columns, tiles)
+        for arch in ("sm_80", "sm_90a"):
+            (report,) = reports(text_of(found, "kernel"), arch).values()
+            assert not report.stack and not report.spilled
 
 
 @pytest.mark.parametrize(
     "dims, axis, count, near",
-    [((1 << 20,), 0, 5000, False), ((60, 900), 1, 400, True), ((3, 700, 40), 1, 300, False), ((300, 5000), 1, 5000, True)],
+    [((1 << 20,), 0, 5000, False), ((60, 900), 1, 400, True), ((3, 700, 40), 1, 300, False), ((3, 5000), 1, 5000, True)],
 )
 def test_the_last_of_updates_that_replace_is_found_by_words(dims: tuple[int, ...], axis: int, count: int, near: bool) -> None:
     pytest.importorskip("cuda.core")
@@ -164,7 +185,7 @@ def test_few_updates_of_a_large_tensor_patch_a_copy() -> None:
     for dims in ((34505, 232), (2, 4096, 37, 8)):
         patch = patched(dims, dims.index(max(dims)), 60, "replace").patch
         assert patch and patch.columns in (16, 32, 64) and patch.picks == 60 * patch.columns
-        many = launch_of(kernel_of(dims, dims.index(max(dims)), 400, "replace", "bf16"))
+        many = launch_of(kernel_of(dims, dims.index(max(dims)), 513, "replace", "bf16"))
         assert not isinstance(many, PatchLaunch), "a block has no room for all that may select places of its tile"
 
 
@@ -224,6 +245,24 @@ def test_patches_are_made_in_order(dims: tuple[int, ...], axis: int, count: int,
     for given["i"] in (*indices, np.broadcast_to(along, some).copy()):
         for found, wanted in zip(compiled.run(given), cpu.run(given)):
             np.testing.assert_array_equal(found, wanted)
+
+
+@on_gpu
+@pytest.mark.parametrize("dims, axis, count", [case[:3] for case in MANY])
+@pytest.mark.parametrize("mode", ["add", "max", "replace"])
+def test_updates_pass_by_in_order(dims: tuple[int, ...], axis: int, count: int, mode: str) -> None:
+    """Random numbers, of random indices, of few, and of equal ones."""
+    some, rng = (*dims[:axis], count, *dims[axis + 1 :]), np.random.default_rng(0)
+    g = rlx.Graph("scatter")
+    x, at, u = g.input("x", dims, "f32"), g.input("i", some, "i64"), g.input("u", some, "f32")
+    g.set_outputs([rlx.scatter_elements(base, at, u, axis=axis, mode=mode) for base in (x, x * 2.0)])
+    given: dict[str, np.ndarray] = {n: rng.standard_normal(d).astype(np.float32) for n, d in (("x", dims), ("u", some))}
+    compiled, cpu = rlx.Session("cuda").compile(g), rlx.Session("cpu").compile(g)
+    for indices in (rng.integers(0, dims[axis], some), rng.integers(0, 40, some), np.full(some, dims[axis] - 1)):
+        for found, wanted in zip(compiled.run({**given, "i": indices}), cpu.run({**given, "i": indices})):
+            np.testing.assert_array_equal(found, wanted)
+    with pytest.raises(rlx.RlxError, match="out of range"):
+        compiled.run({**given, "i": np.full(some, dims[axis])})
 
 
 @on_gpu

@@ -35,6 +35,7 @@ from rlx.backends.cuda.schedule import LARGEST, MULTIPROCESSORS, Launch, TensorM
 from rlx.backends.cuda.segments import of_groups, segmented
 from rlx.backends.cuda.sorts import DigitLaunch, DigitWriter, SortLaunch, SortWriter, sorted_rows
 from rlx.backends.cuda.staged import StagedLaunch, StagedWriter, staged
+from rlx.backends.cuda.streamed import StreamLaunch, StreamWriter, streamed
 from rlx.backends.cuda.tensor import TensorLaunch, on_tensor_cores
 from rlx.backends.cuda.tensor_writer import TensorWriter
 from rlx.backends.cuda.transpose import TileLaunch, TileTransposer, in_tiles
@@ -134,7 +135,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
         return found
     if has_tiles(kernel) and sums is None:
         return tiled(kernel)
-    updates = replacing(kernel) or patched(kernel) or scattered(kernel)
+    updates = replacing(kernel) or patched(kernel) or streamed(kernel) or scattered(kernel)
     if loops := sorted_rows(kernel, most, multiprocessors) or updates or staged(sums or kernel):
         return loops
     kernel, clusters = as_loops(sums or kernel), capability >= 90
@@ -165,6 +166,7 @@ WRITERS: dict[type[Launch], type[CudaWriter]] = {
     TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
     StagedLaunch: StagedWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter,
     ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter, PatchLaunch: PatchWriter,
+    StreamLaunch: StreamWriter,
     GemvLaunch: GemvWriter, FragmentLaunch: FragmentWriter, BlocksLaunch: BlocksWriter, RingLaunch: RingWriter,
     direct.DirectLaunch: direct.DirectWriter,
     attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,

@@ -1,5 +1,6 @@
 """Scatters of few updates into a large tensor: blocks copy a tile each, in vectors, and look at the indices that may select some
-of it; then they combine these places with their updates. Rows that indices select as a whole are not copied. A result that has the memory of the tensor is not copied."""
+of it; then they combine these places with their updates. Rows that indices select as a whole are not copied, nor is a result that
+has the memory of the tensor."""
 
 from __future__ import annotations
 
