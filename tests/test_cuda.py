@@ -86,7 +86,8 @@ PRODUCTS = {
         lambda g: rlx.int8_matmul(g.input("x", (64, 160), "u8"), rlx.transpose(g.input("y", (80, 160), "i8"), (1, 0))),
     ),
     "s8, columns apart": (TensorLaunch, lambda g: rlx.int8_matmul(g.input("x", (64, 160), "u8"), g.input("y", (160, 80), "i8"))),
-    "one row": (FragmentLaunch, lambda g: g.input("x", (1, 64), "bf16") @ g.input("y", (64, 64), "bf16")),
+    "one row": (GemvLaunch, lambda g: g.input("x", (1, 64), "bf16") @ g.input("y", (64, 64), "bf16")),
+    "a few rows": (FragmentLaunch, lambda g: g.input("x", (5, 64), "bf16") @ g.input("y", (64, 64), "bf16")),
     "norm": (
         GemvLaunch,
         lambda g: rlx.rms_norm(g.input("x", (2, 64), "f32"), g.input("s", (64,), "f32")) @ g.input("y", (64, 64), "f32"),
