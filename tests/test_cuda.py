@@ -15,7 +15,7 @@ from cuda_kernels import assembled
 from op_cases import cases
 
 import rlx
-from rlx.backends.cuda import attention, scatter, vectors
+from rlx.backends.cuda import attention, scatter, streamed, vectors
 from rlx.backends.cuda.backend import CudaBackend, target
 from rlx.backends.cuda.chain import Chain
 from rlx.backends.cuda.code import cubin, launch_of, text_of
@@ -618,7 +618,8 @@ def test_no_tile_where_whole_lines_are_read():
 
 
 def test_a_team_has_read_what_one_of_its_threads_overwrites(monkeypatch):
-    monkeypatch.setattr(scatter, "way_of", lambda kernel: (scatter.scatter_of(kernel), "team"))
+    for module in (scatter, streamed):
+        monkeypatch.setattr(module, "way_of", lambda kernel: (scatter.scatter_of(kernel), "team"))
     given = lambda g: (g.input(n, (99, many), t) for n, many, t in (("x", 9000, "f32"), ("i", 2000, "i32"), ("u", 2000, "f32")))  # noqa: E731
     text = text_of(launch_of(one(lambda g: rlx.scatter_elements(*given(g), axis=1, mode="add")), "sm_90a"), "kernel")
     lines = [line.strip() for line in text[text.index("extern") :].splitlines()]
