@@ -114,7 +114,7 @@ def test_blocks_share_lines_with_indices_of_their_own() -> None:
 
 
 MANY = [  # columns of a block, and tiles of a line
-    ((3000, 100), 0, 3000, 2, 1), ((40, 9001), 1, 7000, 1, 1), ((2, 4096, 37, 8), 1, 4000, 4, 1), ((3, 70_001), 1, 9000, 1, 4),
+    ((3000, 100), 0, 3000, 2, 1), ((40, 9001), 1, 7000, 1, 1), ((2, 4096, 37, 8), 1, 4000, 4, 1), ((9, 70_001), 1, 9000, 1, 4),
     ((9000, 90), 0, 2000, 4, 2),
 ]  # fmt: skip
 
@@ -151,6 +151,13 @@ def test_the_last_of_updates_that_replace_is_found_by_words(dims: tuple[int, ...
         assert not report.stack and not report.spilled
     for other in ("add", "mul", "max", "min"):
         assert not isinstance(launch_of(kernel_of(dims, axis, count, other, "bf16")), ReplaceLaunch)
+
+
+@pytest.mark.parametrize("dims, axis, count", [((200, 200), 0, 200), ((1000, 300), 0, 5000)])
+def test_few_updates_and_more_than_places_do_not_pass_by_tiles(dims: tuple[int, ...], axis: int, count: int) -> None:
+    """Of adjacent updates many would meet in one place."""
+    assert isinstance(found := launch_of(kernel_of(dims, axis, count, "add", "f32")), ScatterLaunch)
+    assert not isinstance(found, StreamLaunch)
 
 
 def test_more_places_than_words_are_not_replaced_by_them() -> None:

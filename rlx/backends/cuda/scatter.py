@@ -49,11 +49,12 @@ COPIED = 3.5e6  # bytes in 1 µs
 PATCHED, MOSTLY = 1 << 20, 2  # bytes that are worth it; times as long as the copy alone, of one that is chosen unseen
 TILES, WAVE = (1 << 13, 1 << 14, 1 << 15, 1 << 16), 132  # bytes of a tile; tiles that the last multiprocessors wait for
 ACROSS = 16, 32, 64, 128  # bytes of a row of a tile, where lines have indices of their own
-NARROW = {16: 2.0, 32: 1.2}  # times as long, of the least (not measured)
-# The same of updates that pass by tiles of sums: not measured
-STREAM, ROUND, MOVED = 10, 0.6, 2e6  # of one, of as many updates as a block has threads, and bytes in 1 µs
+NARROW = {16: 2.0, 32: 1.2}  # times as long, of the least
+# The same of updates that pass by tiles of sums, fitted to eight scatters
+STREAM, ROUND, MOVED = 8, 0.5, 3e6  # of one, of as many updates as a block has threads, and bytes in 1 µs
 STREAM_THREADS, STREAMING, CLAIMS = 512, 264, 4096  # of a block; blocks that work at once; words by which updates of a cell meet
 STREAM_ROOM, STREAM_COLUMNS = 72 << 10, (1, 2, 4, 8, 16)  # bytes of sums, and adjacent lines, of a block
+STREAMED = 1 << 16  # updates that are worth it
 SECTOR = 32  # bytes that are read together
 STATIC = 48 << 10  # bytes of shared memory of a block without further ado
 TILE_ROOM = 4096  # indices that may select places of a tile, at most: a block lists all, and compares those that select the same
@@ -247,10 +248,14 @@ def way_of(kernel: Kernel) -> tuple[Scatter | None, str]:
     count, places, looks = found.count, found.end.extent, found.count * found.end.extent * points
     words = found.op is None and (points == 1 or not found.of_all) and count * points < WIDE // 2 and places * points <= MARKS
     along = coefficient(found.last.index, found.end.var) == 1
-    together = found.of_all and (max(count, places) * points >= LEAST or count >= PICKS) and max(count, places) < WIDE // 2
+    narrow = max(count, places) < WIDE // 2
+    together = found.of_all and (max(count, places) * points >= LEAST or count >= PICKS) and narrow
+    # with more updates than places, adjacent ones often meet in one place, and wait for each other
+    streams = narrow and not found.of_all and count <= places and count * points >= STREAMED
+    stream = stream_of(kernel, found) if streams else None
     if patch and patch.time < MOSTLY * (PATCH + patch.copy):
         if count > FEW_PICKS or looks / LOOKS > patch.copy or (together and not along):
-            return found, "patched"
+            return found, "streamed" if stream and stream.time < patch.time else "patched"
     if together:
         return found, "words" if words else "places" if along and count <= FEW_PICKS else "blocks"
     if count <= FEW_PICKS:
@@ -259,11 +264,12 @@ def way_of(kernel: Kernel) -> tuple[Scatter | None, str]:
     apart, copied = 1 if along or found.of_all else APART, PLACE * places * points
     lanes, team, look = (1, TEAM, LOOK) if along else (WARP, LANES, FAR_LOOK)
     times = {"team": (team + UPDATE * count) * max(1, points / (TEAMS * lanes)) + 2 * copied}
-    if max(count, places) < WIDE // 2:
+    if narrow:
         if places * found.put.buffer.dtype.itemsize * lanes > SHARED_BYTES:
             del times["team"]
         times["blocks"] = max(1, points * tiles / TOGETHER) * (BLOCK + INDEX * count) * apart + copied
-        times["streamed"] = stream_of(kernel, found).time
+    if stream:
+        times["streamed"] = stream.time
     if words:
         times["words"] = WORDS + WORD * count * points + copied
     if patch:
