@@ -15,13 +15,14 @@ from cuda_kernels import assembled
 from op_cases import cases
 
 import rlx
-from rlx.backends.cuda import attention, scatter, vectors
+from rlx.backends.cuda import attention, scatter, streamed, vectors
 from rlx.backends.cuda.backend import CudaBackend, target
 from rlx.backends.cuda.chain import Chain
 from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.code import launches_of as found_launches
 from rlx.backends.cuda.contract import Tile
 from rlx.backends.cuda.fma import SIZES, FmaLaunch, by_fma
+from rlx.backends.cuda.fragments import FragmentLaunch
 from rlx.backends.cuda.gemv import GemvLaunch
 from rlx.backends.cuda.gpu import refusal
 from rlx.backends.cuda.groups import Stages, may_join
@@ -86,6 +87,7 @@ PRODUCTS = {
     ),
     "s8, columns apart": (TensorLaunch, lambda g: rlx.int8_matmul(g.input("x", (64, 160), "u8"), g.input("y", (160, 80), "i8"))),
     "one row": (GemvLaunch, lambda g: g.input("x", (1, 64), "bf16") @ g.input("y", (64, 64), "bf16")),
+    "a few rows": (FragmentLaunch, lambda g: g.input("x", (5, 64), "bf16") @ g.input("y", (64, 64), "bf16")),
     "norm": (
         GemvLaunch,
         lambda g: rlx.rms_norm(g.input("x", (2, 64), "f32"), g.input("s", (64,), "f32")) @ g.input("y", (64, 64), "f32"),
@@ -486,6 +488,7 @@ def test_blocks_share_the_places_of_sums_by_index(dims, chosen, axis):
 def test_long_rows_are_divided():
     counts = lambda build: [launch_of(kernel, "sm_90a").blocks for kernel in kernels(graph(build))]  # noqa: E731
     assert counts(lambda g: rlx.cumsum(g.input("x", (1, 1_000_003), "f32"), axis=1)) == [245]
+    assert counts(lambda g: rlx.cumsum(g.input("x", (1, 8_000_003), "f32"), axis=1)) == [977], "longer parts, where they are many"
     assert counts(lambda g: rlx.cumsum(g.input("x", (1024, 4096), "f32"), axis=1)) == [1024]
     assert max(counts(lambda g: rlx.top_k(g.input("x", (1, 151_936), "f32"), k=50)[0])) >= 64
     assert len(counts(lambda g: rlx.top_k(g.input("x", (64, 1000), "f32"), k=5)[0])) == 1
@@ -616,7 +619,8 @@ def test_no_tile_where_whole_lines_are_read():
 
 
 def test_a_team_has_read_what_one_of_its_threads_overwrites(monkeypatch):
-    monkeypatch.setattr(scatter, "way_of", lambda kernel: (scatter.scatter_of(kernel), "team"))
+    for module in (scatter, streamed):
+        monkeypatch.setattr(module, "way_of", lambda kernel: (scatter.scatter_of(kernel), "team"))
     given = lambda g: (g.input(n, (99, many), t) for n, many, t in (("x", 9000, "f32"), ("i", 2000, "i32"), ("u", 2000, "f32")))  # noqa: E731
     text = text_of(launch_of(one(lambda g: rlx.scatter_elements(*given(g), axis=1, mode="add")), "sm_90a"), "kernel")
     lines = [line.strip() for line in text[text.index("extern") :].splitlines()]

@@ -17,6 +17,7 @@ from rlx.backends.cuda.gpu import refusal
 from rlx.backends.cuda.patched import PatchLaunch
 from rlx.backends.cuda.replaced import ReplaceLaunch
 from rlx.backends.cuda.scatter import FEW_PICKS, MARKS, ScatterLaunch, scatter_of
+from rlx.backends.cuda.streamed import StreamLaunch
 from rlx.backends.ref.interpret import run_kernel
 from rlx.compiler import lower
 from rlx.ir.kernel import Kernel, Loop
@@ -103,18 +104,38 @@ def test_nothing_is_scattered_into_nothing(dims: tuple[int, ...], count: int) ->
 
 def test_blocks_share_lines_with_indices_of_their_own() -> None:
     pytest.importorskip("cuda.core")
-    found = launch_of(kernel_of((4, 1, 1 << 17), 2, 1 << 15, "add", "f32"))
-    assert isinstance(found, ScatterLaunch) and found.blocks == 4 * 128 and found.groups == found.vector == 1
+    found = launch_of(kernel_of((8, 1, 5000), 2, 100, "add", "f32"))
+    assert type(found) is ScatterLaunch and found.blocks == 160 and found.groups == found.vector == 1
     for arch in ("sm_90a", "sm_100"):
         (report,) = reports(text_of(found, "kernel"), arch).values()
         assert not found.words_each and not report.spilled
-    assert not isinstance(launch_of(kernel_of((463, 7752), 0, 90, "add", "f32")), ScatterLaunch), "lines for all blocks"
-    assert not isinstance(launch_of(kernel_of((4, 1 << 20), 1, 5, "add", "f32")), ScatterLaunch), "places look at few updates"
+    assert type(launch_of(kernel_of((463, 7752), 0, 90, "add", "f32"))) is not ScatterLaunch, "lines for all blocks"
+    assert type(launch_of(kernel_of((4, 1 << 20), 1, 5, "add", "f32"))) is not ScatterLaunch, "places look at few updates"
+
+
+MANY = [  # columns of a block, and tiles of a line
+    ((3000, 100), 0, 3000, 2, 1), ((40, 9001), 1, 7000, 1, 1), ((2, 4096, 37, 8), 1, 4000, 4, 1), ((9, 70_001), 1, 9000, 1, 4),
+    ((9000, 90), 0, 2000, 4, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dims, axis, count, columns, tiles", MANY)
+def test_many_updates_pass_by_tiles_of_sums(dims: tuple[int, ...], axis: int, count: int, columns: int, tiles: int) -> None:
+    pytest.importorskip("cuda.core")
+    for dtype in ("f32", "bf16"):
+        found = launch_of(kernel_of(dims, axis, count, "add", dtype))
+        assert isinstance(found, StreamLaunch) and found.rows * found.tiles >= dims[axis]
+        assert found.shared == 4 * found.rows * found.groups <= 72 << 10
+        if dtype == "f32":
+            assert (found.groups, found.tiles) == (columns, tiles)
+        for arch in ("sm_80", "sm_90a"):
+            (report,) = reports(text_of(found, "kernel"), arch).values()
+            assert not report.stack and not report.spilled
 
 
 @pytest.mark.parametrize(
     "dims, axis, count, near",
-    [((1 << 20,), 0, 5000, False), ((60, 900), 1, 400, True), ((3, 700, 40), 1, 300, False), ((300, 5000), 1, 5000, True)],
+    [((1 << 20,), 0, 5000, False), ((60, 900), 1, 400, True), ((3, 700, 40), 1, 300, False), ((3, 5000), 1, 5000, True)],
 )
 def test_the_last_of_updates_that_replace_is_found_by_words(dims: tuple[int, ...], axis: int, count: int, near: bool) -> None:
     pytest.importorskip("cuda.core")
@@ -132,6 +153,13 @@ def test_the_last_of_updates_that_replace_is_found_by_words(dims: tuple[int, ...
         assert not isinstance(launch_of(kernel_of(dims, axis, count, other, "bf16")), ReplaceLaunch)
 
 
+@pytest.mark.parametrize("dims, axis, count", [((200, 200), 0, 200), ((1000, 300), 0, 5000)])
+def test_few_updates_and_more_than_places_do_not_pass_by_tiles(dims: tuple[int, ...], axis: int, count: int) -> None:
+    """Of adjacent updates many would meet in one place."""
+    assert isinstance(found := launch_of(kernel_of(dims, axis, count, "add", "f32")), ScatterLaunch)
+    assert not isinstance(found, StreamLaunch)
+
+
 def test_more_places_than_words_are_not_replaced_by_them() -> None:
     assert isinstance(launch_of(kernel_of((MARKS,), 0, 5000, "replace", "f32")), ReplaceLaunch)
     assert isinstance(launch_of(kernel_of((MARKS + 1,), 0, 5000, "replace", "f32")), ScatterLaunch)
@@ -139,9 +167,9 @@ def test_more_places_than_words_are_not_replaced_by_them() -> None:
 
 FEW = [
     ((1_000_003,), 0, 300), ((9, 70_001), 1, 90), ((3, 90_000, 5), 1, 300), ((5000, 232), 0, 200), ((5000, 233), 0, 200),
-    ((2, 3000, 37, 8), 1, 70), ((500, 3000), 1, 9),
+    ((2, 3000, 37, 8), 1, 70), ((500, 3000), 1, 9), ((34505, 232), 0, 465),
 ]  # fmt: skip
-ROWS = [((600_001, 4), 0, 300), ((8, 64, 2331), 0, 2), ((40_000, 33), 0, 9), ((12, 40_000, 3), 1, 50)]
+ROWS = [((600_001, 4), 0, 300), ((8, 64, 2331), 0, 2), ((40_000, 33), 0, 9), ((12, 40_000, 3), 1, 50), ((3000, 512), 0, 900)]
 
 
 def patched(dims: tuple[int, ...], axis: int, count: int, mode: str = "add", dtype: str = "bf16") -> PatchLaunch:
@@ -163,8 +191,8 @@ def test_few_updates_of_a_large_tensor_patch_a_copy() -> None:
     assert patch and patch.columns == 0 and patch.picks <= 3 * 8
     for dims in ((34505, 232), (2, 4096, 37, 8)):
         patch = patched(dims, dims.index(max(dims)), 60, "replace").patch
-        assert patch and patch.columns in (32, 64) and patch.picks == 60 * patch.columns
-        many = launch_of(kernel_of(dims, dims.index(max(dims)), 200, "replace", "bf16"))
+        assert patch and patch.columns in (16, 32, 64) and patch.picks == 60 * patch.columns
+        many = launch_of(kernel_of(dims, dims.index(max(dims)), 513, "replace", "bf16"))
         assert not isinstance(many, PatchLaunch), "a block has no room for all that may select places of its tile"
 
 
@@ -176,6 +204,8 @@ def test_rows_of_updates_are_read_in_vectors(dims: tuple[int, ...], count: int, 
     found = patched(dims, 0, count, "rows")
     assert found.vector == vector and found.patch and found.patch.picks == count
     text = text_of(found, "kernel")
+    inner = math.prod(dims[1:])
+    assert (f"return (first + e) / {inner} - row;" in text) == (inner % 8 == 0), "some vectors are of two rows, and copied"
     assert "rlx_patch<" in text and "stays = (const void*)b3 == (const void*)b0;" in text, "the result may have the memory of x"
     for arch in ("sm_80", "sm_90a", "sm_100"):
         (report,) = reports(text, arch).values()
@@ -222,6 +252,24 @@ def test_patches_are_made_in_order(dims: tuple[int, ...], axis: int, count: int,
     for given["i"] in (*indices, np.broadcast_to(along, some).copy()):
         for found, wanted in zip(compiled.run(given), cpu.run(given)):
             np.testing.assert_array_equal(found, wanted)
+
+
+@on_gpu
+@pytest.mark.parametrize("dims, axis, count", [case[:3] for case in MANY])
+@pytest.mark.parametrize("mode", ["add", "max", "replace"])
+def test_updates_pass_by_in_order(dims: tuple[int, ...], axis: int, count: int, mode: str) -> None:
+    """Random numbers, of random indices, of few, and of equal ones."""
+    some, rng = (*dims[:axis], count, *dims[axis + 1 :]), np.random.default_rng(0)
+    g = rlx.Graph("scatter")
+    x, at, u = g.input("x", dims, "f32"), g.input("i", some, "i64"), g.input("u", some, "f32")
+    g.set_outputs([rlx.scatter_elements(base, at, u, axis=axis, mode=mode) for base in (x, x * 2.0)])
+    given: dict[str, np.ndarray] = {n: rng.standard_normal(d).astype(np.float32) for n, d in (("x", dims), ("u", some))}
+    compiled, cpu = rlx.Session("cuda").compile(g), rlx.Session("cpu").compile(g)
+    for indices in (rng.integers(0, dims[axis], some), rng.integers(0, 40, some), np.full(some, dims[axis] - 1)):
+        for found, wanted in zip(compiled.run({**given, "i": indices}), cpu.run({**given, "i": indices})):
+            np.testing.assert_array_equal(found, wanted)
+    with pytest.raises(rlx.RlxError, match="out of range"):
+        compiled.run({**given, "i": np.full(some, dims[axis])})
 
 
 @on_gpu

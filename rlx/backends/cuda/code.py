@@ -20,6 +20,7 @@ from rlx.backends.cuda.columns import ColumnsLaunch, ColumnsWriter, columns
 from rlx.backends.cuda.contract import Tile, TileWriter, has_tiles, in_sums, tiled
 from rlx.backends.cuda.dialect import prelude
 from rlx.backends.cuda.fma import FmaLaunch, FmaWriter, by_fma, by_rows
+from rlx.backends.cuda.fragments import FragmentLaunch, FragmentWriter, in_fragments
 from rlx.backends.cuda.fronts import Fronted, fronted
 from rlx.backends.cuda.gemv import GemvLaunch, GemvWriter, few_rows
 from rlx.backends.cuda.gemv_blocks import BlocksLaunch, of_blocks
@@ -34,6 +35,7 @@ from rlx.backends.cuda.schedule import LARGEST, MULTIPROCESSORS, Launch, TensorM
 from rlx.backends.cuda.segments import of_groups, segmented
 from rlx.backends.cuda.sorts import DigitLaunch, DigitWriter, SortLaunch, SortWriter, sorted_rows
 from rlx.backends.cuda.staged import StagedLaunch, StagedWriter, staged
+from rlx.backends.cuda.streamed import StreamLaunch, StreamWriter, streamed
 from rlx.backends.cuda.strips import StripsLaunch, StripsWriter, strips
 from rlx.backends.cuda.tensor import TensorLaunch, on_tensor_cores
 from rlx.backends.cuda.tensor_writer import TensorWriter
@@ -120,8 +122,10 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
     if conv := direct.conv_of(kernel):
         return direct.launch(kernel, conv)
     blocks = of_blocks(kernel, most=most, boxes=arch == "sm_90a")
-    ring = ring_of(kernel, multiprocessors, most) if capability >= 90 else None
-    if found := (blocks if blocks and blocks.passes == 1 else None) or ring or few_rows(kernel, multiprocessors, most):
+    fragments, batch = in_fragments(kernel, multiprocessors, most), any(n > 1 for _, n in kernel.grid)
+    ring = ring_of(kernel, multiprocessors, most) if capability >= 90 and not (fragments and batch) else None
+    few = ring or fragments or few_rows(kernel, multiprocessors, most)
+    if found := (blocks if blocks and blocks.passes == 1 else None) or few:
         return found
     if arch == "sm_90a" and (found := on_tensor_cores(kernel)):
         return found
@@ -132,7 +136,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
         return found
     if has_tiles(kernel) and sums is None:
         return tiled(kernel)
-    updates = replacing(kernel) or patched(kernel) or scattered(kernel)
+    updates = replacing(kernel) or patched(kernel) or streamed(kernel) or scattered(kernel)
     if loops := sorted_rows(kernel, most, multiprocessors) or updates or staged(sums or kernel):
         return loops
     kernel, clusters = as_loops(sums or kernel), capability >= 90
@@ -163,7 +167,8 @@ WRITERS: dict[type[Launch], type[CudaWriter]] = {
     FmaLaunch: FmaWriter, TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
     StagedLaunch: StagedWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter,
     ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter, PatchLaunch: PatchWriter,
-    GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter, RingLaunch: RingWriter, direct.DirectLaunch: direct.DirectWriter,
+    StreamLaunch: StreamWriter, GemvLaunch: GemvWriter, FragmentLaunch: FragmentWriter, BlocksLaunch: BlocksWriter,
+    RingLaunch: RingWriter, direct.DirectLaunch: direct.DirectWriter,
     attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ from rlx.records import record
 
 NARROW = ("f16", "bf16")  # converted by one instruction; f8 by the helpers of c_prelude.h
 WRAPPING = ("add", "sub", "mul")
+SHORT = {"div": "rlx_short_quotient", "rem": "rlx_short_remainder"}  # of integers of 8 and 16 bits
 
 _OWN: Rows = {
     **{op: {**OPS[op], "i": f"rlx_{op}_{{n}}({{0}}, {{1}})"} for op in WRAPPING},
@@ -28,6 +29,8 @@ class CudaDialect(Dialect):
         """Positions never overflow, so they use the plain operators, which the compiler optimises better."""
         if operand == index_ and op in WRAPPING:
             return OPS[op]["fiu"].format(*args)
+        if op in SHORT and operand.is_int and operand.itemsize <= 2:
+            return f"({TYPES[operand.name]}){SHORT[op]}({args[0]}, {args[1]})"
         return super().apply(op, args, operand, result)
 
 

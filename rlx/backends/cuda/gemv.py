@@ -148,10 +148,12 @@ class GemvWriter(CudaWriter):
         used = sum(-(-max(1, x.size) * x.dtype.itemsize // 16) * 16 for x in self.kernel.locals)
         if not self.kernel.locals:
             self.line("extern __shared__ __align__(16) unsigned char rlx_shared[];")
-        self.line(f"float* const rows = (float*)(rlx_shared + {used});  // of the left operand")
+        self.line(f"{self.element}* const rows = ({self.element}*)(rlx_shared + {used});  // of the left operand")
 
     occupancy = f", {RESIDENT}"
     headers = ("gemv.h",)
+    together = False  # the rows are staged together
+    element, staged = "float", 4  # of `rows`, and as many that a thread puts there at once, at most
 
     def statement(self, s: Stmt) -> None:
         if not isinstance(s, Contract):
@@ -159,12 +161,10 @@ class GemvWriter(CudaWriter):
         at, o, m = self.launch, s.b, self.limit(s.i, s.m) or str(s.m)
         assert isinstance(o, Operand)
         first, many = ("first + ", "many") if at.shares > 1 else ("", str(s.k))
-        self.stage(s)
-        self.line("__syncthreads();")
+        self.before(s)
         with self.alone():
             with self.lambda_("const auto from = [&](int d, int column) {"):
                 self.line(f"return {self.address(o, f'{first}d', 'column')};")
-            self.declare_wide(o, min(4, at.size))
             with self.lambda_("const auto put = [&](int row, int column, float all) {"):
                 self.line(f"if (row >= {m}) return;")
                 if at.shares > 1:
@@ -172,6 +172,18 @@ class GemvWriter(CudaWriter):
                 self.names[s.i], self.names[s.j] = self.fix("i", index_, "row"), self.fix("j", index_, "column")
                 self.names[s.acc] = "all"
                 self.block(s.epilogue)
+        self.multiply(s, o, many)
+        return None
+
+    def before(self, c: Contract) -> None:
+        """The left operand in shared memory, before functions of its product are declared."""
+        self.stage(c)
+        self.line("__syncthreads();")
+
+    def multiply(self, s: Contract, o: Operand, many: str) -> None:
+        at = self.launch
+        with self.alone():
+            self.declare_wide(o, min(4, at.size))
         how = f"{s.m}, {s.n}, {at.pitch}, {at.size}, {CUDA.element(o.dtype)}"
         if at.along:
             start, step = f"(slot * {WARPS} + warp) * {at.columns}", at.each * WARPS * at.columns
@@ -179,7 +191,6 @@ class GemvWriter(CudaWriter):
             self.line(f"rlx_columns<{how}>(rows, {many}, from, wide, put, {start}, {step}, lane);")
         else:
             self.line(f"rlx_rows<{how}>(rows, {many}, from, wide, put, slot, warp, lane);")
-        return None
 
     def exchange(self, c: Contract) -> None:
         """The last of the blocks that share the summed axis adds the sums of the others, which started before it."""
@@ -203,7 +214,7 @@ class GemvWriter(CudaWriter):
 
     def stage(self, c: Contract) -> None:
         rows = self.limit(c.i, c.m) if self.launch.segments else None  # behind those of a group there may be none
-        if self.launch.shares > 1:
+        if self.launch.shares > 1 or self.together:
             return self.stage_shares(c)
         with self.scope([f"for (int r = 0; r < {rows or c.m}; r++) {{"]):
             self.names[c.i], last = "(rlx_index)r", loops_of(c)[-1]
@@ -221,17 +232,18 @@ class GemvWriter(CudaWriter):
     def stage_shares(self, c: Contract) -> None:
         """The block's elements of all rows together, with zeros behind them."""
         at, last = self.launch, loops_of(c)[-1]
-        size, name = 4 if c.k % 4 == 0 else 1, self.name(last.var, "i")
+        size, name = math.gcd(c.k, self.staged), self.name(last.var, "i")
+        first, many = ("first + at", "many") if at.shares > 1 else ("at", str(c.k))
         each = at.pitch // size
-        loop = f"for (int e = me; e < {c.m * each}; e += {THREADS}) {{"
-        with self.scope(["#pragma unroll 4", loop]), self.alone():
+        loop = f"for (int e = me; e < {c.m * each}; e += {at.threads}) {{"
+        with self.scope([f"#pragma unroll {self.staged}", loop]), self.alone():
             self.names[c.i] = "(rlx_index)r"
             self.line(f"const int r = e / {each}, at = e % {each} * {size};")
-            self.line(f"const int {name}_0 = first + at;")
-            self.line(f"float staged[{size}] = {{}};")
-            with self.scope(["if (at < many) {"]):
+            self.line(f"const int {name}_0 = {first};")
+            self.line(f"{self.element} staged[{size}] = {{}};")
+            with self.scope([f"if (at < {many}) {{"]):
                 value = last.reduces[0].value
-                self.in_vectors(last.body, [value], last.var, size, f"{name}_0", lambda v: self.line(f"staged[v] = {v[0]};"))
+                self.in_vectors(last.body, [value], last.var, size, f"{name}_0", self.keep)
             self.line(f"rlx_put<{size}>(rows + r * {at.pitch} + {self.at('at')}, staged);")
 
     def stage_row(self, body: Sequence[Stmt], value: Expr, column: Var) -> None:
@@ -240,9 +252,12 @@ class GemvWriter(CudaWriter):
         name, size = self.name(column, "i"), 4 if c.k % (4 * THREADS) == 0 and pitch % 4 == 0 else 1
         loop = f"for (int {name}_0 = me * {size}; {name}_0 < {c.k}; {name}_0 += {size * THREADS}) {{"
         with self.scope(["#pragma unroll 8", loop]), self.alone():
-            self.line(f"float staged[{size}];")
-            self.in_vectors(body, [value], column, size, f"{name}_0", lambda v: self.line(f"staged[v] = {v[0]};"))
+            self.line(f"{self.element} staged[{size}];")
+            self.in_vectors(body, [value], column, size, f"{name}_0", self.keep)
             self.line(f"rlx_put<{size}>(rows + r * {pitch} + {self.at(f'{name}_0')}, staged);")
+
+    def keep(self, values: list[str]) -> None:
+        self.line(f"staged[v] = {values[0]};")
 
     def address(self, o: Operand, row: str, column: str) -> str:
         """The address of an element of the right operand."""

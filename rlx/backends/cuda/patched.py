@@ -1,5 +1,6 @@
 """Scatters of few updates into a large tensor: blocks copy a tile each, in vectors, and look at the indices that may select some
-of it; then they combine these places with their updates. A result that has the memory of the tensor is not copied."""
+of it; then they combine these places with their updates. Rows that indices select as a whole are not copied, nor is a result that
+has the memory of the tensor."""
 
 from __future__ import annotations
 
@@ -78,16 +79,16 @@ class PatchWriter(UpdateWriter):
         """Functions of elements, picks and cells of the tile, which rlx_patch calls."""
         at, p, found, out = self.launch, self.patch, self.found, self.found.last
         element, kind = CUDA.element(out.buffer.dtype), self.type(found.put.buffer.dtype)
+        vector = math.gcd(BYTES // out.buffer.dtype.itemsize, *((p.columns, p.inner) if p.columns else ()))
         with self.alone():
-            self.of_elements()
+            self.of_elements(vector)
             self.of_picks()
             self.of_cells(kind)
-        vector = math.gcd(BYTES // out.buffer.dtype.itemsize, *((p.columns, p.inner) if p.columns else ()))
         cells = tile_cells(p, found.of_all)
         fills = str(is_const(found.first.value.index)).lower()  # type: ignore[union-attr]
         groups = -(-min(p.inner, p.size) // at.vector) if found.of_all else 1
         sizes = f"{at.threads}, {vector}, {p.size}, {cells}, {groups}, {at.vector}, {p.picks}, {fills}"
-        functions = f"inside, at, look, place, has, begin, added, {self.combined()}, finish"
+        functions = f"inside, at, cell, look, place, has, begin, added, {self.combined()}, finish"
         self.line(f"rlx_patch<{sizes}, {kind}, {element}>({self.names[out.buffer]}, from, picks, stays, {functions});")
 
     @contextmanager
@@ -97,7 +98,7 @@ class PatchWriter(UpdateWriter):
             yield
         self.lines[-1] += ";"
 
-    def of_elements(self) -> None:
+    def of_elements(self, vector: int) -> None:
         p, start, out = self.patch, self.found.first.value, self.names[self.found.last.buffer]
         inside, at = "e < size", "first + e"
         if p.columns:
@@ -105,6 +106,9 @@ class PatchWriter(UpdateWriter):
             at = f"(outer * {self.places} + row + e / {p.columns}) * {p.inner} + column + e % {p.columns}"
         self.line(f"const auto inside = [&](int e) {{ return {inside}; }};")
         self.line(f"const auto at = [&](int e) {{ return {at}; }};")
+        of, last = f"(first + e) / {p.inner}", f"(first + e + {vector - 1}) / {p.inner}"
+        one = f"{of} == {last} ? {of} - row : -1" if p.inner % vector else f"{of} - row"
+        self.line(f"const auto cell = [&](int e) {{ return {one if self.found.of_all else -1}; }};")
         assert isinstance(start, Load)
         read, fills = self.names[start.buffer], is_const(start.index)
         self.line(f"const bool stays = {'false' if fills else f'(const void*){read} == (const void*){out}'};")

@@ -132,6 +132,20 @@ RLX_FN float rlx_tanh_plus_1(float a) {
   return 2 * out;
 }
 
+/* a / b towards zero, and the remainder, of integers of at most 16 bits; 0 if b is. (|a| + 1/2) / b is at least 2^-18 of itself away from
+   whole numbers, and its product here is off by less than 2^-22. Without branches, a kernel of both computes the quotient once. */
+RLX_FN float rlx_short_float(int a) { return __uint_as_float(0x4b400000u + a) - 12582912.0f; } /* the unit of conversions is slower */
+RLX_FN int rlx_short_quotient(int a, int b) {
+  float by;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(by) : "f"(rlx_short_float(b)));
+  const int quotient = (int)((rlx_short_float(a) + (a < 0 ? -0.5f : 0.5f)) * by);
+  return b == 0 ? 0 : quotient;
+}
+RLX_FN int rlx_short_remainder(int a, int b) {
+  const int remainder = a - rlx_short_quotient(a, b) * b;
+  return b == 0 ? 0 : remainder;
+}
+
 /* Signed arithmetic that wraps, which C++ leaves undefined. W: unsigned, at least as wide as int. */
 #define RLX_WRAPS(T, W, n) \
   RLX_FN T rlx_add_##n(T a, T b) { return (T)((W)a + (W)b); } \

@@ -1,7 +1,7 @@
 """Updates of indexed destinations, such as sums: a block owns some destinations and finds the indices that select them, in
 order; its threads keep their results in registers. Other ways: each destination looks at all of a few updates; of updates that
 replace what is there, the last one for each destination is found first (replaced.py); a tensor with few updates is copied, and
-patched (patched.py)."""
+patched (patched.py); of lines with many indices of their own, a block has a tile of sums that all updates pass (streamed.py)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,14 @@ SPARSE = 8  # places for each update of lines with indices of their own
 COPIED = 3.5e6  # bytes in 1 µs
 PATCHED, MOSTLY = 1 << 20, 2  # bytes that are worth it; times as long as the copy alone, of one that is chosen unseen
 TILES, WAVE = (1 << 13, 1 << 14, 1 << 15, 1 << 16), 132  # bytes of a tile; tiles that the last multiprocessors wait for
-ACROSS = 64, 128  # bytes of a row of a tile, where lines have indices of their own
+ACROSS = 16, 32, 64, 128  # bytes of a row of a tile, where lines have indices of their own
+NARROW = {16: 2.0, 32: 1.2}  # times as long, of the least
+# The same of updates that pass by tiles of sums, fitted to eight scatters
+STREAM, ROUND, MOVED = 8, 0.5, 3e6  # of one, of as many updates as a block has threads, and bytes in 1 µs
+STREAM_THREADS, STREAMING, CLAIMS = 512, 264, 4096  # of a block; blocks that work at once; words by which updates of a cell meet
+STREAM_ROOM, STREAM_COLUMNS = 72 << 10, (1, 2, 4, 8, 16)  # bytes of sums, and adjacent lines, of a block
+STREAMED = 1 << 16  # updates that are worth it
+SECTOR = 32  # bytes that are read together
 STATIC = 48 << 10  # bytes of shared memory of a block without further ado
 TILE_ROOM = 4096  # indices that may select places of a tile, at most: a block lists all, and compares those that select the same
 ACROSS_MOST = 1 << 10  # vectors of a row of a tile, which a block adds up by itself if all updates are of one row
@@ -172,17 +179,46 @@ def patch_of(kernel: Kernel) -> Patch | None:
             picks = lines * found.count * own
             looked = round(min(tiles * (1 + (size - 1) / line), tiles * lines)) * found.count * own
         slow = (1 + WAVE / tiles) * (1 if not columns or inner % vector == 0 else 2)
+        slow *= NARROW.get(columns * each, 1)
         time = PATCH + slow * copy + tiles * TILE + looked * LOOKED + updated
         return Patch(size, columns, inner, picks, tiles, copy, time)
 
     def fits(at: Patch) -> bool:
         cells, across = tile_cells(at, found.of_all), min(inner, at.size) // math.gcd(vector, inner) if found.of_all else 1
-        room = at.picks <= TILE_ROOM and 8 * (cells // 32 + 1 + at.picks) + 64 <= STATIC
+        listed = at.picks + (1 << (at.picks - 1).bit_length())  # the latter of a sort
+        room = at.picks <= TILE_ROOM and 8 * (cells // 32 + 1) + 4 * listed + 64 <= STATIC
         return room and across <= ACROSS_MOST and (at.size + 2) * at.picks < 1 << 32
 
     widths = [0, *(n // each for n in ACROSS if not found.of_all and n // each < inner)]
     sizes = [(n // each, columns) for n in TILES for columns in widths if not columns or n // each <= columns * found.end.extent]
     return min(filter(fits, (of(*x) for x in sizes)), key=lambda x: x.time, default=None)
+
+
+@record
+class Stream:
+    """A tile has the sums of `rows` places of `columns` adjacent lines; `tiles` of them have all places of these."""
+
+    columns: int
+    rows: int
+    tiles: int
+    time: float
+
+
+def stream_of(kernel: Kernel, found: Scatter) -> Stream:
+    """The best tiles of a scatter whose lines have indices of their own, if all updates of lines pass by them."""
+    places, item, sums = found.end.extent, found.last.buffer.dtype.itemsize, found.put.buffer.dtype.compute.itemsize
+    points, along = math.prod(n for _, n in kernel.grid), coefficient(found.last.index, found.end.var) == 1
+    near = max([1, *(n for v, n in kernel.grid if not along and coefficient(found.last.index, v) == 1)])
+    index = max(x.buffer.dtype.itemsize for x in walk(found.put.index) if isinstance(x, Load))
+
+    def of(columns: int) -> Stream:
+        rows = -(-places // -(-places * columns * sums // STREAM_ROOM))
+        tiles, least = -(-places // rows), 0 if along else SECTOR // columns  # bytes that are read for one element
+        rounds = max(1, -(-points // columns) * tiles / STREAMING) * -(-found.count * columns // STREAM_THREADS)
+        moved = found.count * tiles * (max(least, index) + max(least, item)) + 2 * places * max(least, item)
+        return Stream(columns, rows, tiles, STREAM + ROUND * rounds + points * moved / MOVED)
+
+    return min((of(n) for n in STREAM_COLUMNS if n <= near and found.count * n < WIDE // 2), key=lambda x: x.time)
 
 
 def _inner(kernel: Kernel, found: Scatter) -> int:
@@ -203,8 +239,8 @@ def _inner(kernel: Kernel, found: Scatter) -> int:
 @kept
 def way_of(kernel: Kernel) -> tuple[Scatter | None, str]:
     """A scatter, and how it is done: by "blocks" that own places, by "places" that look at all updates of their line, by "words"
-    of the last update for each place, as a copy that is "patched", or by a "team" for each line. Lines that shared memory has no
-    room for have teams only if nothing else can do them: else they would need as much memory again."""
+    of the last update for each place, as a copy that is "patched", "streamed" by tiles of sums, or by a "team" for each line.
+    Lines that shared memory has no room for have teams only if nothing else can do them: else they would need as much again."""
     found, points = None if kernel.limits else scatter_of(kernel), math.prod(n for _, n in kernel.grid)
     if not found or 0 in (points, found.count, found.end.extent):
         return None, "team"
@@ -212,10 +248,14 @@ def way_of(kernel: Kernel) -> tuple[Scatter | None, str]:
     count, places, looks = found.count, found.end.extent, found.count * found.end.extent * points
     words = found.op is None and (points == 1 or not found.of_all) and count * points < WIDE // 2 and places * points <= MARKS
     along = coefficient(found.last.index, found.end.var) == 1
-    together = found.of_all and (max(count, places) * points >= LEAST or count >= PICKS) and max(count, places) < WIDE // 2
+    narrow = max(count, places) < WIDE // 2
+    together = found.of_all and (max(count, places) * points >= LEAST or count >= PICKS) and narrow
+    # with more updates than places, adjacent ones often meet in one place, and wait for each other
+    streams = narrow and not found.of_all and count <= places and count * points >= STREAMED
+    stream = stream_of(kernel, found) if streams else None
     if patch and patch.time < MOSTLY * (PATCH + patch.copy):
         if count > FEW_PICKS or looks / LOOKS > patch.copy or (together and not along):
-            return found, "patched"
+            return found, "streamed" if stream and stream.time < patch.time else "patched"
     if together:
         return found, "words" if words else "places" if along and count <= FEW_PICKS else "blocks"
     if count <= FEW_PICKS:
@@ -224,10 +264,12 @@ def way_of(kernel: Kernel) -> tuple[Scatter | None, str]:
     apart, copied = 1 if along or found.of_all else APART, PLACE * places * points
     lanes, team, look = (1, TEAM, LOOK) if along else (WARP, LANES, FAR_LOOK)
     times = {"team": (team + UPDATE * count) * max(1, points / (TEAMS * lanes)) + 2 * copied}
-    if max(count, places) < WIDE // 2:
+    if narrow:
         if places * found.put.buffer.dtype.itemsize * lanes > SHARED_BYTES:
             del times["team"]
         times["blocks"] = max(1, points * tiles / TOGETHER) * (BLOCK + INDEX * count) * apart + copied
+    if stream:
+        times["streamed"] = stream.time
     if words:
         times["words"] = WORDS + WORD * count * points + copied
     if patch:
@@ -428,15 +470,19 @@ class ScatterWriter(UpdateWriter):
             with self.scope([f"; const auto finish = [&](rlx_index {row[1]}, const {to}) {{"]):
                 self.memo[id(out.value)] = "held[v]"
                 self.columns((out,), ())
+        self.line(";")
+        self.call(kind, f"begin, look, place, added, {self.combined()}, finish")
+
+    def call(self, kind: str, functions: str) -> None:
+        at = self.launch
         ahead = max(1, 8 // (at.at_once * at.groups // at.threads * at.vector))
         marks = f"rlx_counters + (size_t){self.block_number} * {at.words_each}" if at.words_each else "0"
         if at.words_each:
-            blocks = f"{self.block_number}, {at.blocks}, {found.count}, {at.rows}, {at.tiles}, {at.blocks // at.tiles}"
-            self.line(f"; rlx_mark<{at.threads}, {at.words_each}, {at.grain}>(rlx_counters, {blocks}, look, place);")
+            blocks = f"{self.block_number}, {at.blocks}, {self.found.count}, {at.rows}, {at.tiles}, {at.blocks // at.tiles}"
+            self.line(f"rlx_mark<{at.threads}, {at.words_each}, {at.grain}>(rlx_counters, {blocks}, look, place);")
         sizes = f"{at.threads}, {at.groups}, {at.at_once}, {at.vector}, {ahead}, {min(MOST, at.rows)}"
         sizes += f", {at.words_each}, {at.grain}, {kind}"
-        lambdas = f"begin, look, place, added, {self.combined()}, finish"
-        self.line(f"; rlx_scatter<{sizes}>(first, end, {found.count}, {marks}, own, {lambdas});")
+        self.line(f"rlx_scatter<{sizes}>(first, end, {self.found.count}, {marks}, own, {functions});")
 
     def function(self, name: str) -> str:
         return (Path(__file__).parent / "scatter.h").read_text() + super().function(name)
@@ -444,6 +490,5 @@ class ScatterWriter(UpdateWriter):
 
 __all__ = [
     "Patch", "ScatterLaunch", "ScatterWriter", "UpdateWriter", "name_pick", "patch_of", "scatter_of", "scattered", "scheduled",
-    "tile_cells",
-    "shares", "unclamped", "way_of",
+    "shares", "stream_of", "tile_cells", "unclamped", "way_of",
 ]  # fmt: skip

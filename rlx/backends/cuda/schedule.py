@@ -39,7 +39,7 @@ REGISTERS, MORE_REGISTERS = 32, 64  # of a thread for elements of its row; the l
 FEW_REGISTERS = 16  # where points are few: then more threads share a row
 BUSY_THREADS = 132 * 512  # threads that keep a large GPU busy
 MOVING_THREADS = 132 * 128  # threads that do so where they compute nothing
-PART_BYTES = 64  # read by a thread of a running total; twice as many down columns, whose parts wait longer for each other
+PART_BYTES = 64  # read by a thread of a running total; twice as many down columns, and of long lines, whose parts wait longer
 PART_THREADS, PART_TEAMS, PART_WARPS = 256, (256, 512), 16  # of a block, at most
 PARTS = (2, 4, 8, 16, 32)  # of a row: a GPU runs many more blocks at once, so that all parts of a row run
 PACKED = (256, REGISTERS), (256, 40), (512, REGISTERS)  # threads of a block, and registers that hold two elements of a row each
@@ -281,7 +281,9 @@ def _running(kernel: Kernel) -> Launch | None:
         (kernel, peel), extent = found, extent + found[1].size - 1
     own = last.carries[0].var.dtype.compute.itemsize
     each = min((PART_BYTES << down) // max(2, *(x.buffer.dtype.itemsize for x in _memory_loads(last)), own // 2), 32)
-    each = each if down else min(each, 1 << (-(-extent // WARP) - 1).bit_length())
+    if not down:
+        each = min(each, 1 << (-(-extent // WARP) - 1).bit_length())
+        each = min(2 * each, 32) if extent > PART_THREADS**2 * each else each  # more parts than one block hears of at once
     team, most = (1, PART_WARPS) if down else (WARP, PART_THREADS)
     while team < most and team * each < extent:
         team *= 2
@@ -290,7 +292,8 @@ def _running(kernel: Kernel) -> Launch | None:
         size = 1 if down else running_size(kernel.body[-1], peel, each)  # type: ignore[arg-type]
         parts, each = _even_parts(extent, team, each, size, not peel and vector == 1)
     threads, lanes = team * WARP if down else THREADS if team == WARP else team, WARP if down else 1
-    words = -(-own // 4) * vector * lanes * (parts + -(-parts // team) + 1) + 1  # totals of parts and of groups of parts
+    groups = -(-parts // team) if down or parts <= team else -(-parts // WARP) + -(-parts // WARP**2)
+    words = -(-own // 4) * vector * lanes * (parts + groups + 1) + 1  # totals of parts and of groups of parts
     at = Launch(kernel, team, threads, lanes=lanes, vector=vector, parts=parts, part=team * each, words=words, peel=peel)
     return _counted(at)
 

@@ -87,7 +87,9 @@ template <int T, class V, class F> RLX_FN V rlx_reduce_down(V a, F op) {
 
 /* A line of which each of PARTS teams has a part. Each tells the others the total of its part, in words of 32 bits of a value and a
    mark, and adds those of the parts before: of its group of parts by a sum in a fixed order, of earlier groups as told by the last
-   team of the group in front. Words are zero between launches. A block waits for blocks that started earlier only. */
+   team of the group in front. Words are zero between launches. A block waits for blocks that started earlier only. Along a line of more
+   parts than a team has threads, one warp of a block hears for all, and groups of 32 have totals, too, which one part more waits for:
+   of all blocks that wait, each asks for few words, or none of them would be told in time. */
 template <int T, int LANES, int PARTS> struct rlx_line {
   static constexpr int WARPS = LANES > 1 ? T : T / 32, GROUP = LANES > 1 && PARTS > 4 * T ? 4 * T : T; /* parts of a group */
   unsigned long long* words; /* `size` of them, of which the last one counts the blocks that have heard all they need */
@@ -158,6 +160,7 @@ template <int T, int LANES, int PARTS> struct rlx_line {
   }
   /* `start` and all earlier parts, where this one sums to `own`. */
   template <class V, class F> __device__ V before(V start, V own, V none, F op) {
+    if constexpr (LANES == 1 && PARTS > T) return before_in_line(start, own, none, op);
     if (me() == 0) tell(part, own);
     const int group = part / GROUP, earlier = part % GROUP;
     V sum = none;
@@ -168,6 +171,25 @@ template <int T, int LANES, int PARTS> struct rlx_line {
     start = op(start, sum);
     if (earlier == GROUP - 1 && me() == 0) tell(PARTS + group + 1, op(start, own));
     return start;
+  }
+
+  template <class V, class F> __device__ V before_in_line(V start, V own, V none, F op) {
+    constexpr int GROUPS = (PARTS + 31) / 32;
+    __shared__ V heard_start;
+    if (threadIdx.x < 32) {
+      const int lane = threadIdx.x, group = part / 32, earlier = part % 32, many = group / 32, groups = group % 32;
+      if (lane == 0) tell(part, own);
+      V sum = rlx_reduce<32>(lane < earlier ? hear<V>(group * 32 + lane) : none, op);
+      if (earlier == 31 && lane == 0) tell(PARTS + group, op(sum, own));
+      sum = op(rlx_reduce<32>(lane < groups ? hear<V>(PARTS + many * 32 + lane) : none, op), sum);
+      if (many > 0) start = hear<V>(PARTS + GROUPS + many);
+      start = op(start, sum);
+      if (earlier == 31 && groups == 31 && lane == 0) tell(PARTS + GROUPS + many + 1, op(start, own));
+      if (lane == 0) heard_start = start;
+    }
+    __syncthreads();
+    leave();
+    return heard_start;
   }
 
   /* The values of all parts, combined. `first`: of the words. */
