@@ -232,6 +232,8 @@ def test_tensors_that_are_small_or_have_many_updates_are_not_patched() -> None:
     g.set_outputs([rlx.scatter_elements(rlx.broadcast_to(x, dims=(4, 1 << 22)), at, u, axis=1)])
     (step,) = lower(g, target("sm_90a"), rlx.CompileOptions()).steps
     assert not isinstance(launch_of(step.kernel), PatchLaunch), "it starts from a tensor of another layout"
+    for count, way in ((1200, PatchLaunch), (2048, ScatterLaunch)):
+        assert type(launch_of(kernel_of((4096, 512), 0, count, "rows", "f32"))) is way, "most rows would be copied in vain"
 
 
 

@@ -44,7 +44,7 @@ PLACE = 5e-6  # of a place, in each way
 # The same of copies that are patched, from the work that they do: not measured
 PATCH, TILE, LOOKED = 3, 1.5e-3, 2e-6  # of one, of each tile, and of each index that a block looks at
 FAR_UPDATE, NEAR_UPDATE = 2e-5, 3e-6  # of each element, or adjacent ones, that updates combine; of each vector of these
-SPARSE = 8  # places for each update of lines with indices of their own
+SPARSE, SPARSE_ROWS = 8, 3  # places for each update of lines with indices of their own, and of whole rows
 COPIED = 3.5e6  # bytes in 1 µs
 PATCHED, MOSTLY = 1 << 20, 2  # bytes that are worth it; times as long as the copy alone, of one that is chosen unseen
 TILES, WAVE = (1 << 13, 1 << 14, 1 << 15, 1 << 16), 132  # bytes of a tile; tiles that the last multiprocessors wait for
@@ -163,7 +163,7 @@ def patch_of(kernel: Kernel) -> Patch | None:
     total, each = (found.last.buffer.size, found.last.buffer.dtype.itemsize) if found else (0, 0)
     if not found or total * each < PATCHED or total >= WIDE // 2 or not (inner := _inner(kernel, found)):
         return None
-    if not found.of_all and found.count * SPARSE > found.end.extent:
+    if found.count * (SPARSE_ROWS if found.of_all else SPARSE) > found.end.extent:
         return None
     line, updates = found.end.extent * inner, found.count * total // found.end.extent
     vector, copy, updated = BYTES // each, 2 * total * each / COPIED, updates * FAR_UPDATE
