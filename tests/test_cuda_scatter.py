@@ -236,7 +236,6 @@ def test_tensors_that_are_small_or_have_many_updates_are_not_patched() -> None:
         assert type(launch_of(kernel_of((4096, 512), 0, count, "rows", "f32"))) is way, "most rows would be copied in vain"
 
 
-
 @on_gpu
 @pytest.mark.parametrize("dims, axis, count", FEW)
 @pytest.mark.parametrize("mode", ["replace", "add", "max"])
