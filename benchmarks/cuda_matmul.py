@@ -1,15 +1,15 @@
 """Products alone on an NVIDIA GPU: rlx beside cuBLAS (through torch) and torch.compile.
 
     python benchmarks/cuda_matmul.py [--rounds 5] [--compile default|max-autotune|none] [--seed 0]
-        [--only alone gelu f32 encoders odd random]
+        [--only alone gelu f32 encoders odd few random]
 
 Each side is one CUDA graph of many runs, so that small products are not measured by their dispatch. Sides alternate; the time is
 the least of the rounds. Inputs are random, and results are compared with float64. A product with "gelu" adds a bias and applies
 gelu (tanh) before it is stored; torch.compile may fuse both. The right operand is a param, which
 no run changes: rlx copies its first tiles before the product in front has ended. "t": it is stored transposed. "encoders": those
 of MiniLM and BERT-base at 16 to 32,768 rows. "others": few and odd rows and columns, long and short sums. "odd": rows that
-are no multiples of 16 bytes. "random": sides drawn by --seed, of which columns and sums are multiples of 8. "tf32": both sides
-may round f32. Products of 8-bit floats give bf16, beside torch._scaled_mm without its fast sums.
+are no multiples of 16 bytes. "few": batches of a few rows, such as those of attention. "random": sides drawn by --seed, of which
+columns and sums are multiples of 8. "tf32": both sides may round f32. Products of 8-bit floats give bf16, beside torch._scaled_mm without its fast sums.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ class Shape(NamedTuple):
     dtype: str = "bf16"
     transposed: bool = False
     gelu: bool = False
+    batch: int = 0  # matrices, if any
 
     def __str__(self) -> str:
-        return f"{self.m} x {self.n} x {self.k}{' t' * self.transposed}{' gelu' * self.gelu} {self.dtype}"
+        several = f"{self.batch} of " if self.batch else ""
+        return f"{several}{self.m} x {self.n} x {self.k}{' t' * self.transposed}{' gelu' * self.gelu} {self.dtype}"
 
 
 SHAPES = (
@@ -92,6 +94,14 @@ ODD_BY_COLUMNS = (
 )  # fmt: skip
 ODD_BY_ROWS = ((1000, 2002, 3006), (512, 4099, 4097), (64, 4001, 4001), (64, 2048, 2049), (20, 4096, 4099))
 ODD = (*(Shape(*dims) for dims in ODD_BY_COLUMNS), *(Shape(*dims, transposed=True) for dims in ODD_BY_ROWS))
+FEW = tuple(
+    Shape(m, n, k, transposed=transposed, batch=batch)
+    for batch, n, k, transposed in (
+        (128, 128, 1190, False), (128, 128, 1190, True), (256, 1024, 128, True), (256, 128, 1024, False), (1024, 777, 64, True),
+        (1024, 64, 777, False), (32, 128, 4096, False), (16, 333, 128, True), (4000, 64, 32, True), (4000, 32, 64, False),
+    )
+    for m in (1, 4, 8, 12)
+)  # fmt: skip
 RANDOM = 24
 
 
@@ -105,7 +115,10 @@ def drawn(seed: int) -> tuple[Shape, ...]:
     return tuple(found)
 
 
-SETS = {"alone": SHAPES, "gelu": WITH_GELU, "f32": SINGLE, "encoders": ENCODERS, "narrow": NARROW, "others": OTHERS, "odd": ODD}
+SETS = {
+    "alone": SHAPES, "gelu": WITH_GELU, "f32": SINGLE, "encoders": ENCODERS, "narrow": NARROW, "others": OTHERS, "odd": ODD,
+    "few": FEW,
+}  # fmt: skip
 TORCH = {"bf16": torch.bfloat16, "f32": torch.float32, "tf32": torch.float32, "f8e4m3": torch.float8_e4m3fn}
 ERROR = {"f32": 1e-5, "tf32": 5e-4}  # others: of the bf16 result
 RUNS_SECONDS = 2e-3  # of one replay, about
@@ -117,19 +130,20 @@ class Problem:
 
     def __init__(self, s: Shape) -> None:
         self.shape, dtype = s, TORCH[s.dtype]
-        make = lambda *dims: torch.randn(*dims, device="cuda").to(dtype)  # noqa: E731
+        of_all = (s.batch,) * bool(s.batch)
+        make = lambda *dims: torch.randn(*of_all, *dims, device="cuda").to(dtype)  # noqa: E731
         self.one = torch.ones((), device="cuda")
         self.x, self.stored, self.bias = make(s.m, s.k), make(s.n, s.k) if s.transposed else make(s.k, s.n), make(s.n)
-        self.w = self.stored.T if s.transposed else self.stored
+        self.w = self.stored.mT if s.transposed else self.stored
         want = self.x.double() @ self.w.double()
         self.want = torch.nn.functional.gelu(want + self.bias.double(), approximate="tanh") if s.gelu else want
-        self.runs = max(3, min(200, int(RUNS_SECONDS * RATE[s.dtype] / (2 * s.m * s.n * s.k))))
+        self.runs = max(3, min(200, int(RUNS_SECONDS * RATE[s.dtype] / (2 * max(1, s.batch) * s.m * s.n * s.k))))
 
     def eager(self) -> torch.Tensor:
         if self.shape.dtype == "f8e4m3":
             return torch._scaled_mm(self.x, self.w, scale_a=self.one, scale_b=self.one, out_dtype=torch.bfloat16)
         if not self.shape.gelu:
-            return torch.mm(self.x, self.w)
+            return torch.matmul(self.x, self.w)
         return torch.nn.functional.gelu(torch.addmm(self.bias, self.x, self.w), approximate="tanh")
 
     def check(self, name: str, got: torch.Tensor) -> None:
@@ -141,8 +155,8 @@ class Problem:
 def rlx_replay(p: Problem) -> Callable[[], None]:
     s, dtype = p.shape, rlx.as_dtype("f32" if p.shape.dtype == "tf32" else p.shape.dtype)
     g = rlx.Graph("product")
-    x, w = g.input("x", (s.m, s.k), dtype), g.param("w", tuple(p.stored.shape), dtype)
-    y = x @ (rlx.transpose(w, (1, 0)) if s.transposed else w)
+    x, w = g.input("x", tuple(p.x.shape), dtype), g.param("w", tuple(p.stored.shape), dtype)
+    y = x @ (rlx.transpose(w, (0, 2, 1) if s.batch else (1, 0)) if s.transposed else w)
     y = y.astype("bf16") if dtype.bits == 8 else y
     g.set_outputs([rlx.gelu(y + g.input("bias", (s.n,), dtype), approximate="tanh") if s.gelu else y])
     precision = "tf32" if s.dtype == "tf32" else "f32"
@@ -202,7 +216,7 @@ def main() -> None:
     for s in (s for name in args.only for s in (drawn(args.seed) if name == "random" else SETS[name])):
         found = measure(s, args.rounds, args.compile if s.gelu else "none")
         own, cublas, compiled = found["rlx"], found["cuBLAS"], found.get("torch.compile")
-        rate = 2 * s.m * s.n * s.k / own / 1e12
+        rate = 2 * max(1, s.batch) * s.m * s.n * s.k / own / 1e12
         more = (f"{compiled * 1e6:.1f}", f"{compiled / own:.2f}") if compiled else ("", "")
         cells = (s, f"{own * 1e6:.1f}", f"{rate:.0f}", f"{cublas * 1e6:.1f}", more[0], f"{cublas / own:.2f}", more[1])
         print("|", *(f"{cell} |" for cell in cells), flush=True)
