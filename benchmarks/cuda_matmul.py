@@ -9,7 +9,8 @@ gelu (tanh) before it is stored; torch.compile may fuse both. The right operand 
 no run changes: rlx copies its first tiles before the product in front has ended. "t": it is stored transposed. "encoders": those
 of MiniLM and BERT-base at 16 to 32,768 rows. "others": few and odd rows and columns, long and short sums. "odd": rows that
 are no multiples of 16 bytes. "few": batches of a few rows, such as those of attention. "random": sides drawn by --seed, of which
-columns and sums are multiples of 8. "tf32": both sides may round f32. Products of 8-bit floats give bf16, beside torch._scaled_mm without its fast sums.
+columns and sums are multiples of 8. "tf32": both sides may round f32. Products of 8-bit floats give bf16, beside
+torch._scaled_mm without its fast sums.
 """
 
 from __future__ import annotations
