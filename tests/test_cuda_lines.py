@@ -153,6 +153,13 @@ def test_the_last_rows_of_a_column_are_loaded_at_once():
         assert ("end - 1)" in text) == ends and text.count("for (int u = 0; u < 16; u++)") == 1 + ends
 
 
+@pytest.mark.parametrize("dims", [(20_001, 120_000), (1_200_001, 2000)])
+def test_sums_down_columns_of_more_than_2_to_31_elements_compile(dims):
+    found = next(at for k in kernels(graph(lambda g: rlx.sum(g.input("x", dims, "bf16"), axis=0)))
+                 if isinstance(at := launch_of(k, "sm_90a"), ColumnsLaunch))  # fmt: skip
+    assert is_wide(found) and cubin(text_of(found, "kernel"), "sm_90a")
+
+
 def softmax(x):
     return rlx.softmax(x, axis=0)
 
@@ -239,6 +246,16 @@ def test_parts_of_narrow_columns_lie_side_by_side():
 def test_a_norm_reads_a_narrow_scale_as_it_is(leaf):
     build = lambda g: rlx.rms_norm(g.input("x", (600, 512), "bf16"), getattr(g, leaf)("w", (512,), "bf16"))  # noqa: E731
     assert all(b.dtype.name == "bf16" for b in one(build).buffers)
+
+
+def test_a_norm_reads_no_scale_that_is_overwritten_before_it():
+    g = rlx.Graph("g")
+    h, rows, at = g.handle(rlx.BufferHandle("h", (100, 512), "bf16")), g.input("u", (2, 512), "bf16"), g.input("i", (), "i64")
+    scale, new = h[0].astype("f32"), rlx.update_rows(h, rows, at)
+    g.assign(h, new)
+    g.set_outputs([rlx.rms_norm(g.input("x", (600, 512), "f32") + new[1].astype("f32"), scale)])
+    names = [s.kernel.origin for s in lower(g, target("sm_90a"), rlx.CompileOptions()).steps]
+    assert names.index(("cast",)) < names.index(("update_rows",)) < len(names) - 1
 
 
 def test_sums_of_exponentials_need_fewer_digits():

@@ -414,7 +414,8 @@ class _Fuser:
             other = self.producer(value)
             if other is None or other is group or [*other.forms] != [value.node] or not widens(value.node):
                 continue
-            if group.dims[group.axis :] == value.shape.static and not self.escapes(other, group.forms.keys()):
+            waits = other.read_by - {group}  # as an update in place, which this group may read
+            if group.dims[group.axis :] == value.shape.static and not waits and not self.escapes(other, group.forms.keys()):
                 self.take_over(group, other, absorbed={value.node})
                 group.forms = {value.node: "full", **group.forms}
 

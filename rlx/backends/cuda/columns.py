@@ -110,9 +110,9 @@ class ColumnsWriter(CudaWriter):
 
         start, end = "me", str(s.extent)
         if at.parts > 1:
-            start, end = f"part * {at.part} + me", "end"
-            self.line(f"const rlx_index end = min((part + 1) * {at.part}, (rlx_index){s.extent});")
-        self.rows(s, i, start, end, parts, lambda: self.in_vectors(s.body, ends, column, at.vector, first, combine))
+            start, end = f"part * {at.part} + me", f"min((part + 1) * {at.part}, (rlx_index){end})"
+        self.line(f"const rlx_index end = {end};")
+        self.rows(s, i, start, parts, lambda: self.in_vectors(s.body, ends, column, at.vector, first, combine))
         totals, functions = [f"{p.name}_all" for p in parts], [self.added(p) for p in parts]
         for p, total, function in zip(parts, totals, functions):
             text = f"rlx_reduce_down<{at.team}>({p.name}, {function})"
@@ -126,17 +126,17 @@ class ColumnsWriter(CudaWriter):
                 self.line(f"const auto {total} = all.gather({each}, {p.name}_none, {function});")
         return [p.result(f"{total}.at[v]") for p, total in zip(parts, totals)]
 
-    def rows(self, s: Loop, i: str, start: str, end: str, parts: Sequence[Partial], turn: Callable[[], None]) -> None:
+    def rows(self, s: Loop, i: str, start: str, parts: Sequence[Partial], turn: Callable[[], None]) -> None:
         """The loop over the rows of a thread, ROWS at a time, whose loads come first. The last rows are fewer; others then
         read the last one again, and add nothing: the compiler would make a turn of each, which waits for its load."""
         step, near = self.launch.team, [p for p in parts if p.near]
         self.line(f"rlx_index {i}s = {start};")
         inner = ["#pragma unroll", f"for (int u = 0; u < {ROWS}; u++) {{"]
-        whole = f"for (; {i}s + {(ROWS - 1) * step} < {end}; {i}s += {ROWS * step}) {{"
-        for head, place in ((whole, f"{i}s + u * {step}"), (f"if ({i}s < {end}) {{", f"min({i}s + u * {step}, {end} - 1)")):
+        whole = f"for (; {i}s + {(ROWS - 1) * step} < end; {i}s += {ROWS * step}) {{"
+        for head, place in ((whole, f"{i}s + u * {step}"), (f"if ({i}s < end) {{", f"min({i}s + u * {step}, end - 1)")):
             if head != whole and s.extent % (ROWS * step) == 0 and self.launch.part % (ROWS * step) == 0:
                 continue
-            self.inside = "" if head == whole else f"{i}s + u * {step} < {end}"
+            self.inside = "" if head == whole else f"{i}s + u * {step} < end"
             with self.scope([head]), self.alone():
                 for p in near:
                     self.line(f"rlx_several<float, {self.launch.vector}> {p.near} = {{}};")
