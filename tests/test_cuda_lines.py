@@ -208,6 +208,9 @@ def test_a_row_of_a_strip_is_copied_and_stored_once():
     small = launch_of(found.kernel, "sm_120")
     assert isinstance(small, StripsLaunch) and small.across < found.across and cubin(text_of(small, "kernel"), "sm_120")
     assert not isinstance(launch_of(found.kernel, "sm_80"), StripsLaunch)
+    long = graph(lambda g: softmax(g.input("x", (13_107, 5120), "bf16")))
+    counts = {arch: len(lower(long, target(arch), rlx.CompileOptions()).steps) for arch in ("sm_80", "sm_90a", "sm_120")}
+    assert counts == {"sm_80": 3, "sm_90a": 1, "sm_120": 3}, "blocks of fewer bytes cannot keep them"
 
 
 @pytest.mark.parametrize("dims", [(32, 128), (3, 32, 64), (33, 128), (16, 128), (2000, 62)])

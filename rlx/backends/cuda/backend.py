@@ -16,6 +16,7 @@ from typing import Any
 from rlx.backends.cuda import attention, direct, gemv_blocks, gemv_ring, scatter, segments, splits, turned, variances
 from rlx.backends.cuda.code import (
     CudaCode,
+    capability_of,
     compile_kernels,
     compiler_version,
     kernels_of,
@@ -23,6 +24,7 @@ from rlx.backends.cuda.code import (
     launches_of,
     order_of,
     ptx,
+    shared_bytes,
     support,
 )
 from rlx.backends.cuda.executable import LAUNCHED, THREADS_EACH, CudaArtifact, CudaExecutable, alone, spaced
@@ -181,7 +183,8 @@ class CudaBackend:
 
 def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
     """Facts of a GPU architecture ("sm_90a"), which need not be in this machine."""
-    products, softmax = partial(turned.packs, arch), partial(splits.softmax, int(arch[3:].rstrip("af")) >= 90)
+    strips = shared_bytes(arch) if capability_of(arch) >= 90 else 0
+    products, softmax = partial(turned.packs, arch), partial(splits.softmax, strips)
     return Target(
         name="cuda", dtypes=frozenset(DTYPES), features=(arch,), quick=frozenset({"bf16"}), vector_bytes=16,
         threads=multiprocessors * THREADS_EACH, points_per_thread=BLOCKS / THREADS_EACH, point_elements=4096,

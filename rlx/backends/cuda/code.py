@@ -111,9 +111,17 @@ SMALL, MIDDLE = 99 << 10, 163 << 10
 SHARED_BYTES = {80: MIDDLE, 86: SMALL, 87: MIDDLE, 89: SMALL, 120: SMALL, 121: SMALL}  # of a block, by compute capability
 
 
+def capability_of(arch: str) -> int:
+    return int(arch[3:].rstrip("af"))
+
+
+def shared_bytes(arch: str) -> int:
+    """Bytes of shared memory of a block, at most."""
+    return SHARED_BYTES.get(capability_of(arch), LARGEST)
+
+
 def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTIPROCESSORS) -> Launch:
-    kernel, capability = by_rows(kernel), int(arch[3:].rstrip("af"))
-    most = SHARED_BYTES.get(capability, LARGEST)
+    kernel, capability, most = by_rows(kernel), capability_of(arch), shared_bytes(arch)
     if of_groups(kernel):
         return segmented(kernel, arch, multiprocessors, most)
     if attention.native_of(kernel):
@@ -304,6 +312,6 @@ def cubin(text: str, arch: str) -> bytes:
 
 
 __all__ = [
-    "CudaCode", "Kernels", "compile_kernels", "compiler_version", "cubin", "kernels_of", "key_of", "launch_of", "launches_of",
-    "order_of", "ptx", "support", "text_of", "whole",
+    "CudaCode", "Kernels", "capability_of", "compile_kernels", "compiler_version", "cubin", "kernels_of", "key_of", "launch_of",
+    "launches_of", "order_of", "ptx", "shared_bytes", "support", "text_of", "whole",
 ]  # fmt: skip

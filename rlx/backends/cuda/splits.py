@@ -22,9 +22,10 @@ NEAR = 128  # rows of a part of columns: those that a multiprocessor works on st
 SORTED, WHOLE = 2048, 8192  # elements of a part, and of a row, that a block sorts in shared memory
 
 
-def softmax(clusters: bool, node: Node) -> Value | None:
+def softmax(strips: int, node: Node) -> Value | None:
     """Down columns that no kernel keeps: a kernel for the maximum and the sum of each part of a column, one that combines the
-    parts, and one for the result, which computes its exponentials again rather than read them."""
+    parts, and one for the result, which computes its exponentials again rather than read them. `strips`: bytes of a block that
+    may keep a strip of columns, 0 without clusters."""
     (x,), axis = node.inputs, axis_of(node.attrs.axis, node.inputs[0].rank)  # type: ignore[union-attr]
     dims = x.shape.static
     outer, length, inner = math.prod(dims[:axis]), dims[axis], math.prod(dims[axis + 1 :])
@@ -32,7 +33,7 @@ def softmax(clusters: bool, node: Node) -> Value | None:
     kept = length * x.dtype.compute.itemsize <= COLUMN_BYTES and (length <= SHORT or math.prod(dims) < LARGE)
     if inner == 1 and length > LONGEST:
         return _of_long_rows(x, outer, length, node.op.name == "log_softmax")
-    kept |= clusters and keeps(outer, length, inner, x.dtype.itemsize)
+    kept |= keeps(outer, length, inner, x.dtype.itemsize, strips)
     if inner == 1 or kept or math.prod(dims) < LONG:
         return None
     size = next((n for n in range(NEAR, NEAR // 4, -1) if length % n == 0), length)

@@ -21,7 +21,7 @@ from rlx.ir.overlap import may_overlap
 from rlx.records import record
 
 from rlx.backends.cuda.schedule import (  # isort: skip
-    CLUSTER, LARGEST, MULTIPROCESSORS, PART_WARPS, REGISTERS, RESERVED, WARP, Launch, lanes_down,
+    CLUSTER, MULTIPROCESSORS, PART_WARPS, REGISTERS, RESERVED, WARP, Launch, lanes_down,
 )  # fmt: skip
 
 WIDTHS = (128, 64)  # bytes of a row of a strip, the best number first: memory moves 64 at once
@@ -103,9 +103,10 @@ def _repeated(loops: Sequence[Loop], column: Var, size: int) -> tuple[Key, ...]:
     return tuple(key for key, count in found.items() if count > 1)
 
 
-def keeps(outer: int, length: int, inner: int, itemsize: int) -> bool:
-    """Whether clusters of blocks can keep strips of columns of so many rows, of whole vectors of `inner` elements."""
-    each, strips = (LARGEST + RESERVED) // AT_ONCE[-1] - SPARE, outer * inner * itemsize // WIDTHS[-1]
+def keeps(outer: int, length: int, inner: int, itemsize: int, most: int) -> bool:
+    """Whether clusters of blocks can keep strips of columns of so many rows, of whole vectors of `inner` elements. `most`: bytes
+    of a block."""
+    each, strips = (most + RESERVED) // AT_ONCE[-1] - SPARE, outer * inner * itemsize // WIDTHS[-1]
     fits = length * WIDTHS[-1] <= CLUSTER * each and strips * CLUSTER >= MULTIPROCESSORS
     return itemsize <= ELEMENT and inner * itemsize % WORD == 0 and fits
 
