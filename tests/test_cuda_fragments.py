@@ -3,17 +3,22 @@ also divisions of short integers, and running totals of a line of many parts."""
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from cuda_kernels import reports
 from test_cuda import on_gpu, one
 
 import rlx
+from rlx.backends.cuda.backend import target
 from rlx.backends.cuda.code import launch_of, text_of
 from rlx.backends.cuda.fragments import FragmentLaunch
 from rlx.backends.cuda.gemv import GemvLaunch
 from rlx.backends.cuda.gemv_ring import RingLaunch
 from rlx.backends.cuda.tensor import TensorLaunch
+from rlx.compiler import lower
+from rlx.ir.kernel import Computed
 
 CASES = [  # matrices, rows, terms, columns
     (128, 8, 1190, 128), (3, 2, 77, 130), (20, 4, 64, 777), (4, 15, 1000, 96), (1, 12, 4096, 512),
@@ -55,6 +60,32 @@ def test_blocks_of_small_matrices_have_few_warps():
         assert isinstance(found, FragmentLaunch) and found.threads == 32 and found.resident == 16
     few = launch_of(one(lambda g: product(g, (16, 4, 333, 128), "rows", "bf16")))
     assert isinstance(few, FragmentLaunch) and few.size == 4 and few.blocks == 64, "shorter loads, so that more blocks have some"
+
+
+def normalised(g: rlx.Graph, k: int, n: int) -> rlx.Value:
+    return rlx.matmul(rlx.rms_norm(g.input("x", (2, k), "bf16"), g.input("scale", (k,), "bf16")), g.input("w", (k, n), "bf16"))
+
+
+def test_few_warps_compute_all_elements_of_rows():
+    g = rlx.Graph("normalised")
+    g.set_outputs([normalised(g, 40, 16)])
+    kernels = [s.kernel for s in lower(g, target("sm_90a"), rlx.CompileOptions()).steps]
+    (found,) = [at for at in map(launch_of, kernels) if isinstance(at, FragmentLaunch)]
+    loops = re.findall(r"for \(int (\w+) = .*; \1 < (\d+); \1 \+= (\d+)\)", text_of(found, "kernel").split('extern "C"')[1])
+    assert found.threads == 32 and isinstance(found.contract.a, Computed)
+    assert {("40", "32"), (str(found.pitch), "32")} == {x[1:] for x in loops}
+
+
+@on_gpu
+@pytest.mark.parametrize("k", [33, 40, 48])
+def test_few_warps_multiply_rows_of_a_norm(k):
+    rng, kind = np.random.default_rng(0), rlx.as_dtype("bf16").numpy
+    g = rlx.Graph("normalised")
+    g.set_outputs([normalised(g, k, 16)])
+    x, w = (rng.standard_normal(dims).astype(kind) for dims in ((2, k), (k, 16)))
+    given = {"x": x, "w": w, "scale": np.ones(k, kind)}
+    found, wanted = (rlx.Session(device).compile(g).run(given)[0].astype(np.float32) for device in ("cuda", "ref"))
+    np.testing.assert_allclose(found, wanted, rtol=0.02, atol=0.1)
 
 
 def test_fragments_are_for_batches_and_few_rows():

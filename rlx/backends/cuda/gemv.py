@@ -224,9 +224,9 @@ class GemvWriter(CudaWriter):
                 self.block(c.a.before)
             self.stage_row(last.body, last.reduces[0].value, last.var)
             if self.launch.pitch > c.k:
-                name = self.fresh("i")
-                with self.scope([f"for (int {name} = {c.k} + me; {name} < {self.launch.pitch}; {name} += {THREADS}) {{"]):
-                    self.line(f"rows[r * {self.launch.pitch} + {self.at(name)}] = 0;")
+                name, at = self.fresh("i"), self.launch
+                with self.scope([f"for (int {name} = {c.k} + me; {name} < {at.pitch}; {name} += {at.team}) {{"]):
+                    self.line(f"rows[r * {at.pitch} + {self.at(name)}] = 0;")
             self.exchanged(*(c.a.before if isinstance(c.a, Computed) else ()), *last.body)
 
     def stage_shares(self, c: Contract) -> None:
@@ -248,9 +248,9 @@ class GemvWriter(CudaWriter):
 
     def stage_row(self, body: Sequence[Stmt], value: Expr, column: Var) -> None:
         """Elements of row r, as many adjacent ones by a thread as lets all threads work and their loads start together."""
-        c, pitch = self.launch.contract, self.launch.pitch
-        name, size = self.name(column, "i"), 4 if c.k % (4 * THREADS) == 0 and pitch % 4 == 0 else 1
-        loop = f"for (int {name}_0 = me * {size}; {name}_0 < {c.k}; {name}_0 += {size * THREADS}) {{"
+        c, pitch, team = self.launch.contract, self.launch.pitch, self.launch.team
+        name, size = self.name(column, "i"), 4 if c.k % (4 * team) == 0 and pitch % 4 == 0 else 1
+        loop = f"for (int {name}_0 = me * {size}; {name}_0 < {c.k}; {name}_0 += {size * team}) {{"
         with self.scope(["#pragma unroll 8", loop]), self.alone():
             self.line(f"{self.element} staged[{size}];")
             self.in_vectors(body, [value], column, size, f"{name}_0", self.keep)
