@@ -133,13 +133,11 @@ def _cost(at: FragmentLaunch, c: Contract, multiprocessors: int) -> float:
 class FragmentWriter(GemvWriter):
     launch: FragmentLaunch
     headers = ("fragments.h",)
+    element, staged = "uint16_t", 8
 
     @property
     def occupancy(self) -> str:  # type: ignore[override]
         return f", {self.launch.resident}"
-    element = "uint16_t"
-
-    staged = 8
 
     @property
     def together(self) -> bool:

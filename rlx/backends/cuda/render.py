@@ -28,7 +28,6 @@ LOADED = 32  # registers of a thread for elements that it loads before it moves 
 LANE = f"threadIdx.x % {WARP}"
 LONG_SUM = 8192  # numbers that are added in f32, at most; longer sums are carried in f64
 BEGIN = "rlx_begin(); if (rlx_halted(halt)) return;"  # in every kernel, before it reads memory that others write
-ONLY_SUMMED = True  # sums of exponentials, of which one is 1, need fewer digits of small ones
 WIDE = 1 << 31  # positions from here on need 64 bits
 
 
@@ -415,8 +414,8 @@ class CudaWriter(Writer):
         if e.dtype == f32 and self.narrow and e.op == "div" and (of := _plus_1(e.args[1], "exp")) is not None:
             return f"rlx_over_exp_plus_1({self.memo[id(e.args[0])]}, {self.memo[id(of)]})"
         if e.dtype == f32 and e.op == "exp" and (self.row or self.in_rows):
-            added = only_added(self.kernel)
-            if self.narrow or (ONLY_SUMMED and added and not stores_in_loops(self.kernel)):
+            added = only_added(self.kernel)  # their sums are 1 at least, and need fewer digits of small ones
+            if self.narrow or (added and not stores_in_loops(self.kernel)):
                 return f"rlx_exp_17{'_flushed' * added}({self.memo[id(e.args[0])]})"
         return super().alu(e)
 
