@@ -39,7 +39,7 @@ class Draw(random.Random):
 
 
 @every_target
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(28))
 def test_concats(target, seed: int) -> None:
     draw = Draw(seed)
     dims, dtype = draw.dims(), as_dtype(draw.choice(DTYPES))
@@ -50,7 +50,7 @@ def test_concats(target, seed: int) -> None:
 
 
 @every_target
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(28))
 def test_pads(target, seed: int) -> None:
     draw = Draw(seed)
     dims, dtype = draw.dims(), as_dtype(draw.choice(DTYPES))
@@ -63,7 +63,7 @@ def test_pads(target, seed: int) -> None:
 
 
 @every_target
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(20))
 def test_with_other_ops_in_the_kernel(target, seed: int) -> None:
     """Operands that are transposed or sliced backwards, and arithmetic before and behind; a row that is broadcast."""
     draw = Draw(seed)
@@ -101,7 +101,7 @@ def test_pads_that_are_transposed(target, seed: int) -> None:
 
 
 @every_target
-@pytest.mark.parametrize("dtype", ["f32", "f64", "i64"])
+@pytest.mark.parametrize("dtype", ["f32", "i64"])
 @pytest.mark.parametrize("width", range(2, 8))
 def test_few_pixels_of_interleaved_channels(target, dtype: str, width: int) -> None:
     """As many of them as a vector has lanes, or fewer: in a transpose, of a part of an image, and padded."""
@@ -159,7 +159,7 @@ def test_rows_that_are_one_vector_are_not_divided() -> None:
 
 
 @every_target
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(20))
 def test_dims_that_are_contiguous_are_one_loop(target, seed: int) -> None:
     """Slices with steps, and transposes of outer dims, whose rows are whole blocks of memory."""
     draw = Draw(seed)

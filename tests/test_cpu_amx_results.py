@@ -72,9 +72,8 @@ def check_same(kernel: Kernel, target: Target, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("epilogue", ["", "gelu", "residual"])
 @pytest.mark.parametrize("dtype", [None, bf16, f16], ids=str)
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("epilogue, threads", [("", 1), ("", 2), ("gelu", 1), ("residual", 2)])
 def test_floats(
     emulator: Unit, shape: tuple[int, int, int], epilogue: str, dtype: DType | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,13 +210,13 @@ FIRST_TILINGS = [t for t in SOME_TILINGS if has_parts(t)]
 
 @pytest.mark.parametrize("end, part", [("plain", 1), ("gated", 2)])
 def test_kinds_of_tilings_compile_without_spills(end, part):
-    """Of the second product those that its sums allow. A third of them each (test_cuda.py has the others)."""
+    """Of the second product those that its sums allow. A sixth of them each (test_cuda.py has the others)."""
     (first, _), (second, c) = products(lower(network(512, 192, 2048, 512, end=end), target("sm_90a"), rlx.CompileOptions()))
-    some = SOME_TILINGS[part::3]
+    some = SOME_TILINGS[part::6]
     pairs = [t for t in some if c.also is None or (t.columns % 64 == 0 and not t.swapped)]
     firsts = (on_tensor_cores(first, tiling=t) for t in some if t in FIRST_TILINGS)
     launches = [*firsts, *(on_tensor_cores(second, tiling=t) for t in pairs)]
-    assert len(launches) > 5
+    assert len(launches) > 2
     for at in launches:
         assert at is not None
         (report,) = reports(text_of(at, "k"), "sm_90a").values()

@@ -74,13 +74,14 @@ def test_gated_products_are_one_kernel_where_tensor_cores_take_them() -> None:
     assert len(lower(gated(256, 320, 128), target("sm_80"), rlx.CompileOptions()).steps) == 2
 
 
-def test_every_tiling_of_a_gated_product_compiles() -> None:
-    kernel, tried = only(gated(512, 1024, 512)), 0
-    for t in TILINGS:
-        if t.columns // t.parts % 64 == 0 and not t.swapped and t.rows < 256:
-            found, tried = on_tensor_cores(kernel, tiling=t), tried + 1
-            assert found and cubin(text_of(found, "kernel"), "sm_90a")
-    assert tried >= 4
+def test_tilings_of_a_gated_product_compile() -> None:
+    """Every second one that its sums allow."""
+    kernel = only(gated(512, 1024, 512))
+    some = [t for t in TILINGS if t.columns // t.parts % 64 == 0 and not t.swapped and t.rows < 256][::2]
+    assert len(some) >= 4 and len({(t.turns, t.parts > 1) for t in some}) >= 3
+    for t in some:
+        found = on_tensor_cores(kernel, tiling=t)
+        assert found and cubin(text_of(found, "kernel"), "sm_90a")
 
 
 def test_conditions_that_hold_for_whole_vectors() -> None:
