@@ -148,7 +148,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
     if loops := sorted_rows(kernel, most, multiprocessors) or updates or staged(sums or kernel):
         return loops
     kernel, clusters = as_loops(sums or kernel), capability >= 90
-    return columns(kernel, clusters) or strips(kernel, clusters, most) or in_tiles(launch(kernel, clusters))
+    return columns(kernel) or strips(kernel, clusters, most) or in_tiles(launch(kernel, clusters))
 
 
 def text_of(at: Launch, name: str) -> str:

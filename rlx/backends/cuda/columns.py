@@ -20,7 +20,6 @@ from rlx.records import record
 ROWS = 16  # of which a thread loads elements before it waits for the first
 LANE_BYTES = 8  # of a row that a lane reads at once
 MOST_SUMS = 4  # of a lane: more would not fit the shared memory by which warps and blocks exchange them
-LEAST_ROWS = 256  # of a part
 LEAST = 1 << 22  # elements: fewer keep more threads busy with a column each
 BLOCKS = 2 * MULTIPROCESSORS  # that run at once
 
@@ -35,7 +34,7 @@ class ColumnsLaunch(Launch):
     """A lane has `vector` adjacent columns."""
 
 
-def columns(kernel: Kernel, clusters: bool) -> ColumnsLaunch | None:
+def columns(kernel: Kernel) -> ColumnsLaunch | None:
     """The launch of a kernel of loops, if it is reductions down columns by one loop."""
     if not kernel.grid or kernel.locals or len(row_loops(kernel)) != 1:
         return None
@@ -63,10 +62,12 @@ def columns(kernel: Kernel, clusters: bool) -> ColumnsLaunch | None:
     if lines >= BLOCKS or s.extent <= turn:
         return at
     part = -(-s.extent // (min(BLOCKS // lines, PARTS[-1]) * turn)) * turn
+    if part >= s.extent:
+        return at
     parts = -(-s.extent // part)
     words = 4 * WARP * size * parts * len(s.reduces) + 1
     at = replace(at, parts=parts, part=part, adjacent=True, leaving=True, words=words)
-    return replace(at, counters=2 * at.lines * at.words) if parts > 1 else at
+    return replace(at, counters=2 * at.lines * at.words)
 
 
 class ColumnsWriter(CudaWriter):

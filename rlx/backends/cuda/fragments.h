@@ -7,14 +7,6 @@ template <bool ALONG, int WIDE> struct rlx_fragment {
   static constexpr int COLUMNS = 8 * WIDE, SUMS = WIDE / 2, DEPTH = ALONG ? 32 : 16, HALVES = ALONG ? 2 : 1; /* of the depth */
 };
 RLX_FN uint32_t rlx_two(uint16_t low, uint16_t high) { return low | (uint32_t)high << 16; }
-template <bool F16> RLX_FN void rlx_product(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (F16)
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 /* The columns of a block, which begin at `start` and are `step` apart: DOWN of its WARPS share the summed axis of `k` elements, AHEAD
    fragments of each in flight, BATCHES times. stage() puts the left operand to `rows`, PITCH elements a row, zeros behind k.
@@ -88,7 +80,7 @@ RLX_FN void rlx_fragments(const uint16_t* rows, int k, const G& stage, const A& 
             else a[e] = rlx_two(raw[d][c], raw[d + 1][c]);
           }
           #pragma unroll
-          for (int tile = 0; tile < TILES; tile++) rlx_product<F16>(sum[two / 2][tile], a, x[tile][half * 2], x[tile][half * 2 + 1]);
+          for (int tile = 0; tile < TILES; tile++) rlx_multiply<F16>(sum[two / 2][tile], a[0], a[1], a[2], a[3], {x[tile][half * 2], x[tile][half * 2 + 1]});
         }
       }
     }

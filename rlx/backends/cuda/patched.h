@@ -20,8 +20,9 @@ template <int T> RLX_FN void rlx_sort_keys(unsigned* keys, int count) {
 /* Copies a tile of SIZE elements of E to `out`, V at a time, and combines those of its CELLS that picks select with their updates, which
    sums of S hold meanwhile, in order. Picks are numbers below PICKS, those of one cell from least to greatest. A cell has GROUPS groups of
    COLUMNS elements, of which has(cell, group) are in the tile. inside(e), at(e): of the tile's element e, whether it has that, and the
-   place in the tensor. cell(e): that of all V elements from e on, which are not copied if it is selected; -1: several cells. `from`: the tensor that is copied, or one number if that FILLS it; what is there already `stays`. look(pick)
-   reads an index, and place(pick, that) is the cell, or -1. */
+   place in the tensor. cell(e): that of all V elements from e on, which are not copied if it is selected; -1: several cells. `from`:
+   the tensor that is copied, or one number if that FILLS it; what is there already `stays`. look(pick) reads an index, and
+   place(pick, that) is the cell, or -1. */
 template <int T, int V, int SIZE, int CELLS, int GROUPS, int COLUMNS, int PICKS, bool FILLS, class S,
           class E, class I, class A, class C, class L, class P, class H, class B, class U, class O, class Z>
 RLX_FN void rlx_patch(E* out, const E* from, int picks, bool stays, I inside, A at, C cell, L look, P place, H has, B begin, U added,

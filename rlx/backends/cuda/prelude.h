@@ -146,6 +146,15 @@ RLX_FN int rlx_short_remainder(int a, int b) {
   return b == 0 ? 0 : remainder;
 }
 
+/* sum += a @ b: 16 rows by 8 columns, 16 deep, of bf16 or f16. */
+template <bool F16 = false> RLX_FN void rlx_multiply(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint2 b) {
+  if constexpr (F16)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
+  else asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
+}
+
 /* Signed arithmetic that wraps, which C++ leaves undefined. W: unsigned, at least as wide as int. */
 #define RLX_WRAPS(T, W, n) \
   RLX_FN T rlx_add_##n(T a, T b) { return (T)((W)a + (W)b); } \

@@ -77,15 +77,6 @@ RLX_FN bool rlx_ring_used(uint64_t* used, int lane, bool in_all = false) {
   return left == 1;
 }
 
-/* sum += a @ b: 16 rows by 8 columns, 16 deep, of bf16 or f16. */
-template <bool F16 = false> RLX_FN void rlx_multiply(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint2 b) {
-  if constexpr (F16)
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
-  else asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-    : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
-}
-
 /* 64 elements of the 32 rows of a panel, as a bulk copy brings them: lines of 128 bytes, chunk n of line r at n ^ (r % 8).
    Lane 4 * g + t has rows g + 8 * r, and of each two adjacent chunks, HALVES from the first-th. sum += the
    products. */

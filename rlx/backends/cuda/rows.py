@@ -159,14 +159,14 @@ def _keeps_zero(e: Alu, made: dict[int, Expr]) -> bool:
     return e.op in ("mul", "div", "cast") and id(first) in made and all(isinstance(x, Var | Const) for x in others)
 
 
-def repeated(loops: list[Loop], size: int) -> frozenset[Key]:
-    """The loads that several loops do, in vectors of `size`."""
-    found = Counter(k for s in loops for k in {key_of(x, s.var) for x in _loads(s, size)})
+def repeated(loops: list[Loop], size: int, along: Var | None = None) -> frozenset[Key]:
+    """The loads that several loops do, in vectors of `size`: of elements of the row, or `along` another axis."""
+    found = Counter(k for s in loops for k in {key_of(x, along or s.var) for x in _loads(s, size, along)})
     return frozenset(k for k, n in found.items() if n > 1)
 
 
-def _loads(s: Loop, size: int) -> list[Load]:
-    return [x for x in loads(s.body, [r.value for r in s.reduces], s.var, size) if x.guard is None]
+def _loads(s: Loop, size: int, along: Var | None = None) -> list[Load]:
+    return [x for x in loads(s.body, [r.value for r in s.reduces], along or s.var, size) if x.guard is None]
 
 
 def _only_reduces(loop: Loop) -> bool:

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import CudaWriter, Partial
-from rlx.backends.cuda.rows import Key, key_of, recomputed, row_loops
+from rlx.backends.cuda.rows import Key, key_of, recomputed, repeated, row_loops
 from rlx.backends.cuda.vectors import BYTES, loads, width
 from rlx.ir.kernel import EXTREMES, Check, Kernel, Let, Load, Loop, Reduce, Stmt, Store, Var, walk
 from rlx.ir.nest import joined, substitute
@@ -43,7 +42,7 @@ class StripsLaunch(Launch):
 
     across: int = 1
     rounds: int = 1
-    keys: tuple[Key, ...] = ()
+    keys: frozenset[Key] = frozenset()
     at_once: int = 1
 
     @property
@@ -69,7 +68,7 @@ def strips(kernel: Kernel, clusters: bool, most: int) -> StripsLaunch | None:
         return None
     extent, points, (column, columns) = loops[0].extent, math.prod(n for _, n in kernel.grid), kernel.grid[-1]
     size = min(width(s.body, [r.value for r in s.reduces], column, columns) for s in loops)
-    keys = _repeated(loops, column, size)
+    keys = repeated(loops, size, column)
     bytes_ = [k[0].dtype.itemsize for k in keys]  # type: ignore[attr-defined]
     while keys and size > 1 and size * max(bytes_) > BYTES:
         size //= 2
@@ -94,13 +93,6 @@ def strips(kernel: Kernel, clusters: bool, most: int) -> StripsLaunch | None:
             if at.blocks >= MULTIPROCESSORS:
                 return at
     return None
-
-
-def _repeated(loops: Sequence[Loop], column: Var, size: int) -> tuple[Key, ...]:
-    """The loads that several loops do, in vectors of `size`."""
-    vectors = [loads(s.body, [r.value for r in s.reduces], column, size) for s in loops]
-    found = Counter(key for each in vectors for key in {key_of(x, column) for x in each if x.guard is None})
-    return tuple(key for key, count in found.items() if count > 1)
 
 
 def keeps(outer: int, length: int, inner: int, itemsize: int, most: int) -> bool:
