@@ -238,6 +238,12 @@ def test_spare_lanes_of_a_cluster_store_nothing():
     assert found.clustered and found.points % 32 and "&& !spare" in text_of(found, "kernel")
 
 
+def test_blocks_of_a_search_leave_room_for_others():
+    """All threads that run at once would come to the end of their rows together."""
+    team = lambda rows: launch_of(one(lambda g: rlx.argmax(g.input("x", (rows, 50_304), "bf16"), axis=1)), "sm_90a").team  # noqa: E731
+    assert [team(rows) for rows in (600, 1334)] == [1024, 512]
+
+
 def test_parts_of_narrow_columns_lie_side_by_side():
     first, last = kernels(graph(lambda g: rlx.sum(g.input("x", (818_400, 41), "bf16"), axis=0)))
     found = launch_of(first, "sm_90a")

@@ -38,6 +38,7 @@ MANY_POINTS = 8192  # with as many points, adjacent ones in adjacent threads rea
 REGISTERS, MORE_REGISTERS = 32, 64  # of a thread for elements of its row; the latter where a row has no room otherwise
 FEW_REGISTERS = 16  # where points are few: then more threads share a row
 BUSY_THREADS = 132 * 512  # threads that keep a large GPU busy
+WAITING_THREADS = 132 * 4096  # twice as many as a large GPU runs at once
 MOVING_THREADS = 132 * 128  # threads that do so where they compute nothing
 PART_BYTES = 64  # read by a thread of a running total; twice as many down columns, and of long lines, whose parts wait longer
 PART_THREADS, PART_TEAMS, PART_WARPS = 256, (256, 512), 16  # of a block, at most
@@ -494,7 +495,9 @@ def _team(kernel: Kernel) -> int:
     each = PER_THREAD * (1 if points < FEW_POINTS else 16 if narrow else 4)
     if work <= WARP * each:
         return WARP
-    return next((n for n in BLOCK_SIZES if n * each >= work or n >= longest), BLOCK_SIZES[-1])
+    searched = any(r.op in EXTREMES for s in shared for r in s.reduces)  # a search gains nothing by threads that wait for room
+    most = BLOCK_SIZES[-2] if searched and points * BLOCK_SIZES[-2] >= WAITING_THREADS else BLOCK_SIZES[-1]
+    return next((n for n in BLOCK_SIZES if n * each >= work or n >= min(longest, most)), most)
 
 
 def _short_team(kernel: Kernel, loops: list[Loop], points: int) -> int:
