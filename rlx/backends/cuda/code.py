@@ -33,6 +33,7 @@ from rlx.backends.cuda.replaced import ReplaceLaunch, ReplaceWriter, replacing
 from rlx.backends.cuda.scatter import ScatterLaunch, ScatterWriter, scattered
 from rlx.backends.cuda.schedule import LARGEST, MULTIPROCESSORS, Launch, TensorMap, as_loops, launch
 from rlx.backends.cuda.segments import of_groups, segmented
+from rlx.backends.cuda.select import SelectLaunch, SelectWriter, selected
 from rlx.backends.cuda.sorts import DigitLaunch, DigitWriter, SortLaunch, SortWriter, sorted_rows
 from rlx.backends.cuda.staged import StagedLaunch, StagedWriter, staged
 from rlx.backends.cuda.streamed import StreamLaunch, StreamWriter, streamed
@@ -145,7 +146,8 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
     if has_tiles(kernel) and sums is None:
         return tiled(kernel)
     updates = replacing(kernel) or patched(kernel) or streamed(kernel) or scattered(kernel)
-    if loops := sorted_rows(kernel, most, multiprocessors) or updates or staged(sums or kernel):
+    sort = selected(kernel, most, multiprocessors) or sorted_rows(kernel, most, multiprocessors)
+    if loops := sort or updates or staged(sums or kernel):
         return loops
     kernel, clusters = as_loops(sums or kernel), capability >= 90
     return columns(kernel) or strips(kernel, clusters, most) or in_tiles(launch(kernel, clusters))
@@ -173,7 +175,7 @@ def prologue(wide: bool) -> str:
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
     Launch: CudaWriter, ColumnsLaunch: ColumnsWriter, StripsLaunch: StripsWriter, TileLaunch: TileTransposer,
     FmaLaunch: FmaWriter, TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
-    StagedLaunch: StagedWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter,
+    StagedLaunch: StagedWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter, SelectLaunch: SelectWriter,
     ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter, PatchLaunch: PatchWriter,
     StreamLaunch: StreamWriter, GemvLaunch: GemvWriter, FragmentLaunch: FragmentWriter, BlocksLaunch: BlocksWriter,
     RingLaunch: RingWriter, direct.DirectLaunch: direct.DirectWriter,

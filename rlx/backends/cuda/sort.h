@@ -11,8 +11,8 @@ template <class V> struct __align__(2 * sizeof(typename rlx_key_of<sizeof(V)>::t
     if constexpr (sizeof bits == 4) return ((unsigned long long)bits << 32 | below) < ((unsigned long long)b.bits << 32 | b.below);
     return bits < b.bits || (bits == b.bits && below < b.below);
   }
+  static __device__ rlx_key last() { return {(bits_t)-1, 0xffffffffu}; }
 };
-template <class V> RLX_FN rlx_key<V> rlx_last_key() { return {(typename rlx_key<V>::bits_t)-1, 0xffffffffu}; }
 template <bool DESCENDING, class V> RLX_FN rlx_key<V> rlx_to_key(V value, int at) {
   typedef typename rlx_key<V>::bits_t bits_t;
   constexpr bits_t sign = (bits_t)1 << (8 * sizeof(bits_t) - 1);
@@ -85,19 +85,15 @@ template <int E, class K> RLX_FN void rlx_strides(K (&k)[E], int from) {
 }
 RLX_FN int rlx_spread(int i) { return i + i / 8; } /* no two lanes of a chunk are in the same bank */
 
-/* The keys of value(i) for `count` i from `start` on, N at most, sorted, in `keys`, at rlx_spread of their places. Shared memory has room
-   for whole chunks. */
-template <int T, int E, int N, bool DESCENDING, class V, class F>
-RLX_FN void rlx_sort(rlx_key<V>* keys, int me, F value, int start = 0, int count = N) {
-  constexpr int CHUNK = 32 * E, END = (N + CHUNK - 1) / CHUNK * CHUNK;
-  rlx_key<V> k[E];
+/* key(i) for i below `count`, sorted, in `keys`, at rlx_spread of their places; whole chunks are written, for `all` keys at least. */
+template <int T, int E, class K, class G> RLX_FN void rlx_sort_keys(K* keys, int me, G key, int count, int all) {
+  constexpr int CHUNK = 32 * E;
+  const int END = (all + CHUNK - 1) / CHUNK * CHUNK;
+  K k[E];
   for (int first = me / 32 * CHUNK; first < END; first += T * E) {
     const int own = first + threadIdx.x % 32 * E;
     #pragma unroll
-    for (int e = 0; e < E; e++) {
-      const int at = start + own + e;
-      k[e] = own + e < count ? rlx_to_key<DESCENDING, V>(value(at), at) : rlx_last_key<V>();
-    }
+    for (int e = 0; e < E; e++) k[e] = own + e < count ? key(own + e) : K::last();
     #pragma unroll
     for (int size = 2; size <= CHUNK; size *= 2) {
       rlx_flip(k, size);
@@ -127,6 +123,11 @@ RLX_FN void rlx_sort(rlx_key<V>* keys, int me, F value, int start = 0, int count
   }
   if (T > 32) __syncthreads();
   else __syncwarp();
+}
+/* The keys of value(i) for `count` i from `start` on, N at most, sorted in the same way. */
+template <int T, int E, int N, bool DESCENDING, class V, class F>
+RLX_FN void rlx_sort(rlx_key<V>* keys, int me, F value, int start = 0, int count = N) {
+  rlx_sort_keys<T, E>(keys, me, [&](int i) { return rlx_to_key<DESCENDING, V>(value(start + i), start + i); }, count, N);
 }
 
 /* A key in memory that other blocks write: not in the L1 cache. */

@@ -53,8 +53,7 @@ class DigitLaunch(SortLaunch):
 
 def sorted_rows(kernel: Kernel, most: int, multiprocessors: int) -> SortLaunch | None:
     """`kernel` as a sort in at most so many bytes of shared memory of a block; None: it is none, or has longer rows."""
-    *before, last = kernel.body or (None,)
-    if not isinstance(last, Sort) or kernel.locals or kernel.limits or not last.n or not all(isinstance(s, Let) for s in before):
+    if not (last := sort_of(kernel)):
         return None
     merged, digits = _in_parts(kernel, last, most, multiprocessors), _by_digits(kernel, last, most, multiprocessors)
     if digits and digits.parts == 1:
@@ -70,6 +69,13 @@ def sorted_rows(kernel: Kernel, most: int, multiprocessors: int) -> SortLaunch |
     threads = THREADS if team == WARP else team
     shared = (room + room // 8) * 2 * itemsize * (threads // team)
     return SortLaunch(kernel, team, threads, shared=shared, each=each) if shared <= most else digits or merged
+
+
+def sort_of(kernel: Kernel) -> Sort | None:
+    """The sort of a kernel that does nothing else."""
+    *before, last = kernel.body or (None,)
+    plain = isinstance(last, Sort) and last.n and not kernel.locals and not kernel.limits
+    return last if plain and all(isinstance(s, Let) for s in before) else None
 
 
 def _by_digits(kernel: Kernel, sort: Sort, most: int, multiprocessors: int) -> DigitLaunch | None:
@@ -140,11 +146,15 @@ class SortWriter(CudaWriter):
             with self.scope([f"const auto value = [&](rlx_index {i}) -> {value} {{"]):
                 self.line(f"return {self.value(s.value)};")
             self.line(";")
-            if at.parts > 1:
-                self.in_parts(value, order)
-            else:
-                self.line(f"rlx_sort<{at.team}, {at.each}, {s.n}, {order}, {value}>(keys, me, value);")
-                self.put(value, order, "0", str(s.kept))
+            self.keys(value, order)
+
+    def keys(self, value: str, order: str) -> None:
+        """Sort, and store."""
+        at, s = self.launch, self.launch.sort
+        if at.parts > 1:
+            return self.in_parts(value, order)
+        self.line(f"rlx_sort<{at.team}, {at.each}, {s.n}, {order}, {value}>(keys, me, value);")
+        self.put(value, order, "0", str(s.kept))
 
     def in_parts(self, value: str, order: str) -> None:
         at, s, run = self.launch, self.launch.sort, self.launch.team * self.launch.each
@@ -206,4 +216,4 @@ class DigitWriter(SortWriter):
                 self.line("sort.run(value, emit);")
 
 
-__all__ = ["DigitLaunch", "DigitWriter", "SortLaunch", "SortWriter", "sorted_rows"]
+__all__ = ["DigitLaunch", "DigitWriter", "SortLaunch", "SortWriter", "sort_of", "sorted_rows"]

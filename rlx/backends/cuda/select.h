@@ -1,0 +1,88 @@
+
+/* The first KEPT keys of a line, in order, while its elements are read once. Of a sample of SAMPLE elements, the key of number RANK is
+   most probably behind the KEPT first keys of the line, and not far: keys up to there are collected (ROOM at most), and sorted. Where
+   they are too few or too many, another sample is taken. Keys differ, if only in their positions, so equal elements do no harm, and
+   results do not depend on samples. PARTS blocks have a part of the line each, and all take the same sample; the one that comes last
+   sorts what all have found. `values(at, x)` loads adjacent elements. */
+template <int T, int E, int N, int KEPT, int SAMPLE, int RANK, int ROOM, int PARTS, int PART, bool DESCENDING, class V>
+struct rlx_selection {
+  typedef rlx_key<V> K;
+  K *keys, *memory; /* in shared memory; in global memory, of the line */
+  unsigned* words;  /* of the line, zero before and after: blocks that came, keys that they found */
+  int part;
+
+  static __device__ int place(unsigned n, unsigned turn) {
+    unsigned hash = (turn * SAMPLE + n + 1) * 0x9e3779b1u;
+    hash = (hash ^ hash >> 15) * 0x85ebca6bu;
+    return (int)(((unsigned long long)n * N + __umulhi(hash ^ hash >> 13, N)) / SAMPLE);
+  }
+  /* Collects keys of elements from `first` to `end`, not behind `last`. */
+  template <int U, int S, class F> static __device__ void collect(K* keys, int& count, K last, int first, int end, F values) {
+    const V bound = rlx_of_key<DESCENDING, V>(last);
+    const auto within = [&](V x) { return DESCENDING ? !(x < bound) : !(bound < x); }; /* or NaN */
+    for (int start = first + threadIdx.x * S; start < end; start += U * T * S) {
+      V x[U][S];
+      #pragma unroll
+      for (int u = 0; u < U; u++) values(min(start + u * T * S, end - S), x[u]);
+      #pragma unroll
+      for (int u = 0; u < U; u++) {
+        const int at = start + u * T * S;
+        bool some = false;
+        #pragma unroll
+        for (int s = 0; s < S; s++) some |= within(x[u][s]);
+        if (!some || at >= end) continue;
+        #pragma unroll
+        for (int s = 0; s < S; s++) {
+          if (!within(x[u][s])) continue;
+          const K key = rlx_to_key<DESCENDING, V>(x[u][s], at + s);
+          if (last < key) continue;
+          const int n = atomicAdd(&count, 1);
+          if (n < ROOM) keys[rlx_spread(n)] = key;
+        }
+      }
+    }
+    __syncthreads();
+  }
+  /* The keys that all blocks of the line have found; -1: others are still to come. */
+  __device__ int join(int found) {
+    __shared__ int before, last;
+    const int me = threadIdx.x;
+    if (me == 0) before = atomicAdd(words + 1, found);
+    __syncthreads();
+    for (int n = me; n < found && before + n < ROOM; n += T) memory[before + n] = keys[rlx_spread(n)];
+    __threadfence();
+    __syncthreads();
+    if (me == 0) last = atomicAdd(words, 1) == PARTS - 1;
+    __syncthreads();
+    if (!last) return -1;
+    __threadfence();
+    found = __ldcg(words + 1);
+    __syncthreads();
+    if (me < 2) words[me] = 0;
+    return found;
+  }
+  /* Whether this block has the keys, sorted. */
+  template <int U, int S, class G, class F> __device__ bool run(G value, F values) {
+    __shared__ int count;
+    const int me = threadIdx.x;
+    int first = part * PART, end = min(first + PART, N), found = 0;
+    bool far = PARTS > 1;
+    for (unsigned turn = 0;; turn++) {
+      if (me == 0) count = 0;
+      rlx_sort_keys<T, E>(keys, me, [&](int n) {
+        const int at = place(n, turn);
+        return rlx_to_key<DESCENDING, V>(value(at), at);
+      }, SAMPLE, SAMPLE);
+      const K last = keys[rlx_spread(RANK - 1)];
+      __syncthreads();
+      collect<U, S>(keys, count, last, first, end, values);
+      found = count;
+      if (PARTS > 1 && turn == 0 && (found = join(found)) < 0) return false;
+      if (KEPT <= found && found <= ROOM) break;
+      first = 0, end = N, far = false;
+      __syncthreads();
+    }
+    rlx_sort_keys<T, E>(keys, me, [&](int n) { return far ? rlx_far_key(memory + n) : keys[rlx_spread(n)]; }, found, found);
+    return true;
+  }
+};
