@@ -1,20 +1,29 @@
 
-/* The first KEPT keys of a line, in order, while its elements are read once. Of a sample of SAMPLE elements, the key of number RANK is
-   most probably behind the KEPT first keys of the line, and not far: keys up to there are collected (ROOM at most), and sorted. Where
-   they are too few or too many, another sample is taken. Keys differ, if only in their positions, so equal elements do no harm, and
-   results do not depend on samples. PARTS blocks have a part of the line each, and all take the same sample; the one that comes last
-   sorts what all have found. `values(at, x)` loads adjacent elements. */
-template <int T, int E, int N, int KEPT, int SAMPLE, int RANK, int ROOM, int PARTS, int PART, bool DESCENDING, class V>
+/* The first KEPT keys of a line, in order, while its elements are read once. A sample has GROUPS groups of SPAN adjacent elements. Of
+   their first keys, number RANK is most probably behind the KEPT first of the line, and not far: keys up to there are collected, ROOM at
+   most, and sorted. Where they are too few or too many, another sample is taken. Keys differ, if only in their positions, so equal
+   elements do no harm, and results do not depend on samples. PARTS blocks have a part of the line each, and all take the same sample;
+   the one that comes last sorts what all have found. `values(at, x)` loads adjacent elements. */
+template <int T, int E, int N, int KEPT, int GROUPS, int SPAN, int RANK, int ROOM, int PARTS, int PART, bool DESCENDING, class V>
 struct rlx_selection {
   typedef rlx_key<V> K;
   K *keys, *memory; /* in shared memory; in global memory, of the line */
   unsigned* words;  /* of the line, zero before and after: blocks that came, keys that they found */
   int part;
 
-  static __device__ int place(unsigned n, unsigned turn) {
-    unsigned hash = (turn * SAMPLE + n + 1) * 0x9e3779b1u;
+  /* The first key of a group, which is somewhere in its share of the line. */
+  template <class G> static __device__ K sampled(int group, unsigned turn, G value) {
+    constexpr unsigned STARTS = N - SPAN + 1;
+    unsigned hash = (turn * GROUPS + group + 1) * 0x9e3779b1u;
     hash = (hash ^ hash >> 15) * 0x85ebca6bu;
-    return (int)(((unsigned long long)n * N + __umulhi(hash ^ hash >> 13, N)) / SAMPLE);
+    const int start = (int)(((unsigned long long)group * STARTS + __umulhi(hash ^ hash >> 13, STARTS)) / GROUPS);
+    K first = K::last();
+    #pragma unroll
+    for (int n = 0; n < SPAN; n++) {
+      const K key = rlx_to_key<DESCENDING, V>(value(start + n), start + n);
+      if (key < first) first = key;
+    }
+    return first;
   }
   /* Collects keys of elements from `first` to `end`, not behind `last`. */
   template <int U, int S, class F> static __device__ void collect(K* keys, int& count, K last, int first, int end, F values) {
@@ -69,10 +78,7 @@ struct rlx_selection {
     bool far = PARTS > 1;
     for (unsigned turn = 0;; turn++) {
       if (me == 0) count = 0;
-      rlx_sort_keys<T, E>(keys, me, [&](int n) {
-        const int at = place(n, turn);
-        return rlx_to_key<DESCENDING, V>(value(at), at);
-      }, SAMPLE, SAMPLE);
+      rlx_sort_keys<T, E>(keys, me, [&](int n) { return sampled(n, turn, value); }, GROUPS, GROUPS);
       const K last = keys[rlx_spread(RANK - 1)];
       __syncthreads();
       collect<U, S>(keys, count, last, first, end, values);
