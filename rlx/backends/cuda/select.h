@@ -25,29 +25,26 @@ struct rlx_selection {
     }
     return first;
   }
-  /* Collects keys of elements from `first` to `end`, not behind `last`. */
-  template <int U, int S, class F> static __device__ void collect(K* keys, int& count, K last, int first, int end, F values) {
+  /* Collects keys of elements from `first` to `end`, not behind `last`. A thread looks at U times S adjacent elements at once, and
+     loads those again that it may take, which are few. */
+  template <int U, int S, class G, class F> __device__ void collect(int& count, K last, int first, int end, G value, F values) {
     const V bound = rlx_of_key<DESCENDING, V>(last);
-    const auto within = [&](V x) { return DESCENDING ? !(x < bound) : !(bound < x); }; /* or NaN */
     for (int start = first + threadIdx.x * S; start < end; start += U * T * S) {
       V x[U][S];
       #pragma unroll
       for (int u = 0; u < U; u++) values(min(start + u * T * S, end - S), x[u]);
+      unsigned some = 0;
       #pragma unroll
-      for (int u = 0; u < U; u++) {
-        const int at = start + u * T * S;
-        bool some = false;
+      for (int u = 0; u < U; u++)
         #pragma unroll
-        for (int s = 0; s < S; s++) some |= within(x[u][s]);
-        if (!some || at >= end) continue;
-        #pragma unroll
-        for (int s = 0; s < S; s++) {
-          if (!within(x[u][s])) continue;
-          const K key = rlx_to_key<DESCENDING, V>(x[u][s], at + s);
-          if (last < key) continue;
-          const int n = atomicAdd(&count, 1);
-          if (n < ROOM) keys[rlx_spread(n)] = key;
-        }
+        for (int s = 0; s < S; s++) some |= (unsigned)(DESCENDING ? !(x[u][s] < bound) : !(bound < x[u][s])) << (u * S + s);
+      for (; some; some &= some - 1) {
+        const int bit = __ffs(some) - 1, at = start + bit / S * T * S + bit % S;
+        if (at >= end) break;
+        const K key = rlx_to_key<DESCENDING, V>(value(at), at);
+        if (last < key) continue;
+        const int n = atomicAdd(&count, 1);
+        if (n < ROOM) keys[rlx_spread(n)] = key;
       }
     }
     __syncthreads();
@@ -81,7 +78,7 @@ struct rlx_selection {
       rlx_sort_keys<T, E>(keys, me, [&](int n) { return sampled(n, turn, value); }, GROUPS, GROUPS);
       const K last = keys[rlx_spread(RANK - 1)];
       __syncthreads();
-      collect<U, S>(keys, count, last, first, end, values);
+      collect<U, S>(count, last, first, end, value, values);
       found = count;
       if (PARTS > 1 && turn == 0 && (found = join(found)) < 0) return false;
       if (KEPT <= found && found <= ROOM) break;

@@ -16,12 +16,11 @@ GROUPS, SPANS = (128, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8)  # of a sample; 
 ELEMENT = 2  # times as long as a comparison of two keys in a sort takes an element of a sample
 MISSED = 1e-5  # probability that a sample is of no use, about
 ROOM, MORE_ROOM = 48 << 10, 128 << 10  # bytes of keys in shared memory of a block; of the blocks of few rows
-FEW, MANY = 256, 512  # threads of a block, for rows of at most and more than SHORT elements
+FEW, MANY = 128, 512  # threads of a block, for rows of at most and more than SHORT elements
 SHORT = 16_384
-EACH, EACH_APART = 8, 2  # keys of a thread in registers: with few, more threads sort; with many, they take fewer instructions
-RESIDENT = 1024  # threads of a multiprocessor
+EACH = 2  # keys of a thread in registers: with more, sorts take fewer instructions, and fewer threads sort
+RESIDENT = 1536  # threads of a multiprocessor
 FLYING = 64  # bytes of a row that a thread loads at once
-BLOCKS = 4  # for each multiprocessor, that share few rows
 PART_LEAST = 4096  # elements of a part of a row
 
 
@@ -45,21 +44,20 @@ def selected(kernel: Kernel, most: int, multiprocessors: int) -> SelectLaunch | 
         return None
     n, rows, key = sort.n, math.prod(n for _, n in kernel.grid), 2 * max(4, sort.value.dtype.compute.itemsize)
     threads, size = FEW if n <= SHORT else MANY, width((), (sort.value,), sort.i, n)
-    parts = max(1, min(BLOCKS * multiprocessors // max(1, rows), n // PART_LEAST))
+    parts = max(1, min(multiprocessors // max(1, rows), n // PART_LEAST))
     part = -(-n // (parts * size)) * size
     parts = -(-n // part)
     plan = _plan(n, sort.kept, min(most, ROOM if parts == 1 else MORE_ROOM) * 8 // (9 * key))
     if not plan:
         return None
     groups, span, rank, room = plan
-    each = EACH if parts == 1 else EACH_APART
     turns = -(-part // (threads * size))
     rounds = -(-turns // -(-turns * size * key // (2 * FLYING)))
-    held = -(-max(groups, room) // (WARP * each)) * WARP * each
+    held = -(-max(groups, room) // (WARP * EACH)) * WARP * EACH
     scratch = -(-room * key // (16 * parts)) * 16 if parts > 1 else 0
     return SelectLaunch(
         kernel, threads, threads, (held + held // 8) * key, scratch, counters=2 * rows if parts > 1 else 0, parts=parts,
-        part=part, adjacent=True, each=each, groups=groups, span=span, rank=rank, room=room, size=size, rounds=rounds,
+        part=part, adjacent=True, each=EACH, groups=groups, span=span, rank=rank, room=room, size=size, rounds=rounds,
     )  # fmt: skip
 
 
