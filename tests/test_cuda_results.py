@@ -10,13 +10,14 @@ from collections.abc import Callable
 import device_conformance as conformance
 import numpy as np
 import pytest
-from test_cuda import SOME_TILINGS, graph, on_gpu
+from test_cuda import SOME_TILINGS, graph, kernels, on_gpu
 
 import rlx
 from rlx import backends
 from rlx.backends.cuda import code, fma
 from rlx.backends.cuda.fma import SIZES, FmaLaunch, Size, by_fma
 from rlx.backends.cuda.schedule import Launch
+from rlx.backends.cuda.select import SelectLaunch
 from rlx.backends.cuda.tensor import Tiling, on_tensor_cores
 from rlx.errors import IndexRangeError
 from rlx.ir.evaluate import evaluate
@@ -339,6 +340,46 @@ def test_sorts_keep_values_and_the_order_of_equal_ones(dtype, descending, dims):
         found, wanted = found.astype(np.float64), wanted.astype(np.float64)
         np.testing.assert_array_equal(found, wanted)
         assert (np.signbit(found) == np.signbit(wanted))[found == found].all()
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["f32", "f64", "f16", "bf16", "f8e4m3", "i8", "u32", "i64"])
+@pytest.mark.parametrize("dims, kept", [((9, 2049), 7), ((7, 20_001), 300), ((500, 5120), 50), ((6, 151_936), 1000)])
+def test_selected_elements_are_the_first_of_a_sort(dtype, dims, kept):
+    """Rows of equal numbers, in order, of NaN and infinite ones; and rows whose first samples are of no use."""
+    rng, kind = np.random.default_rng(0), rlx.as_dtype(dtype)
+    x = (rng.standard_normal(dims) * 40).clip(-100 if kind.is_float or dtype[0] == "i" else 0, 100).astype(np.float32)
+    x[0], x[1], x[2] = 3, np.sort(x[1]), -np.sort(-x[2])
+    if kind.is_float and dtype != "f8e4m3":
+        x[3, ::3], x[3, 1::3], x[3, 5::9], x[4, ::2] = np.nan, np.inf, -np.inf, -0.0
+    x = x.astype(kind.numpy)
+    for largest in (True, False):
+        g, sorting = rlx.Graph("g"), rlx.Graph("sorting")
+        g.set_outputs(list(rlx.top_k(g.input("x", dims, dtype), k=kept, largest=largest)))
+        wide = "f64" if kind.is_float else dtype  # numpy sorts NaN of narrow floats elsewhere
+        sorting.set_outputs([rlx.top_k(sorting.input("x", dims, wide), k=kept, largest=largest)[1]])
+        (kernel,) = kernels(g)
+        at = code.launch_of(kernel, "sm_90a")
+        assert isinstance(at, SelectLaunch)
+        given, compiled = x.copy(), rlx.Session("cuda").compile(g)
+        starts = sampled(at.groups, dims[1] - at.span + 1)
+        given[5, starts[:, None] + np.arange(1 if largest else at.span)] = 110  # one turn finds too few, or too many
+        order = evaluate(sorting, {"x": given.astype(rlx.as_dtype(wide).numpy)})[0][0]
+        wanted = np.take_along_axis(given, order, -1).astype(np.float64)
+        for _ in range(2):  # what blocks have told one another is forgotten
+            values, places = compiled.run({"x": given})
+            np.testing.assert_array_equal(places, order)
+            np.testing.assert_array_equal(values.astype(np.float64), wanted)
+            assert (np.signbit(values.astype(np.float64)) == np.signbit(wanted))[wanted == wanted].all()
+
+
+def sampled(groups, starts):
+    """Where the groups of the first sample begin, as in select.h."""
+    n, low = np.arange(groups, dtype=np.uint64), np.uint64(0xFFFFFFFF)
+    found = (n + np.uint64(1)) * np.uint64(0x9E3779B1) & low
+    found = (found ^ found >> np.uint64(15)) * np.uint64(0x85EBCA6B) & low
+    found ^= found >> np.uint64(13)
+    return ((n * np.uint64(starts) + (found * np.uint64(starts) >> np.uint64(32))) // np.uint64(groups)).astype(np.int64)
 
 
 RANGES = {  # digits of numbers: all of them, one and a sign, none, some that are left out

@@ -15,6 +15,7 @@ from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.direct import DirectLaunch
 from rlx.backends.cuda.scatter import ScatterLaunch
 from rlx.backends.cuda.schedule import Launch
+from rlx.backends.cuda.select import SelectLaunch
 from rlx.backends.cuda.sorts import DigitLaunch, SortLaunch
 from rlx.backends.cuda.tensor import TensorLaunch
 from rlx.backends.cuda.warps import WarpLaunch
@@ -288,6 +289,48 @@ def test_longer_rows_are_sorted_by_digits(name):
     assert found.waiting == (found.parts if found.parts > 1 else 0) <= 2 * 132
     for arch in ("sm_80", "sm_90a"):
         assert cubin(text_of(found, "kernel"), arch)
+
+
+SELECTED = {  # of each: blocks of a row, threads of a block, keys of a thread, elements in a vector
+    "vocabulary": ((1, 151_936), "f32", 50, 37, 512, 4, 4), "odd rows": ((64, 50_257), "bf16", 8, 2, 512, 4, 1),
+    "many rows": ((1334, 50_304), "bf16", 1024, 1, 512, 8, 8), "short": ((4096, 4096), "f64", 50, 1, 128, 4, 2),
+    "a very long one": ((4_000_000,), "i32", 50, 132, 512, 8, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_a_few_of_a_long_row_are_selected(name):
+    dims, dtype, kept, *expected = SELECTED[name]
+    found = launch_of(one(lambda g: rlx.top_k(g.input("x", dims, dtype), k=kept)[1]), "sm_90a")
+    assert isinstance(found, SelectLaunch) and [found.parts, found.threads, found.each, found.size] == expected
+    assert found.part * (found.parts - 1) < dims[-1] <= found.part * found.parts and found.part % found.size == 0
+    rows = int(np.prod(dims[:-1]))
+    assert found.counters == (2 * rows if found.parts > 1 else 0) and found.size * found.rounds <= 32
+    assert found.scratch * found.parts >= (found.room * (16 if dtype == "f64" else 8) if found.parts > 1 else 0)
+    if name != "a very long one":
+        assert cubin(text_of(found, "kernel"), "sm_80" if name == "short" else "sm_90a")
+
+
+@pytest.mark.parametrize("dims, dtype, kept", [((100, 64), "f32", 8), ((9, 4096), "f32", 1024), ((9, 4096), "bf16", 600)])
+def test_short_rows_and_many_of_a_row_are_sorted(dims, dtype, kept):
+    found = launch_of(one(lambda g: rlx.top_k(g.input("x", dims, dtype), k=kept)[1]), "sm_90a")
+    assert isinstance(found, SortLaunch) and not isinstance(found, SelectLaunch)
+
+
+@pytest.mark.parametrize("n, kept", [(512, 8), (5120, 1), (5120, 50), (5120, 1000), (50_304, 50), (151_936, 1024)])
+@pytest.mark.parametrize("order", ["random", "falling", "random runs"])
+def test_samples_find_as_many_elements_as_there_is_room_for(n, kept, order):
+    """Also where the elements of a group are alike."""
+    found = launch_of(one(lambda g: rlx.top_k(g.input("x", (400, n), "f32"), k=kept)[1]), "sm_90a")
+    assert isinstance(found, SelectLaunch)
+    rng, tries = np.random.default_rng(0), 300
+    for _ in range(tries):
+        places = rng.permutation(n) if order == "random" else np.arange(n)
+        if order == "random runs":
+            places = places[: n // 16 * 16].reshape(-1, 16)[rng.permutation(n // 16)].reshape(-1)
+        starts = (np.arange(found.groups) + rng.random(found.groups)) * (len(places) - found.span + 1) // found.groups
+        firsts = np.min(places[starts.astype(int)[:, None] + np.arange(found.span)], axis=1)
+        assert kept <= np.sort(firsts)[found.rank - 1] + 1 <= found.room
 
 
 def test_blocks_that_sort_a_row_fit_at_once():

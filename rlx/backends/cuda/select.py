@@ -6,21 +6,21 @@ import math
 from itertools import product
 
 from rlx.backends.cuda.schedule import WARP
-from rlx.backends.cuda.sorts import SortLaunch, SortWriter, sort_of
+from rlx.backends.cuda.sorts import SortLaunch, SortWriter, key_bytes, sort_of
 from rlx.backends.cuda.vectors import width
-from rlx.ir.kernel import Kernel
+from rlx.ir.kernel import Kernel, Load
 from rlx.records import record
 
-LEAST = 2048  # elements of a row: a shorter one is sorted as fast
-GROUPS, SPANS = (128, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8)  # of a sample; elements of a group
+LEAST = 512  # elements of a row: a shorter one is sorted as fast
+MOST, MOST_NARROW = 1 / 5, 1 / 8  # of a row's elements that are kept; the latter of keys with two digits, which are sorted faster
+GROUPS, SPANS = tuple(1 << n for n in range(7, 14)), (1, 2, 4, 8)  # of a sample; elements of a group
 ELEMENT = 2  # times as long as a comparison of two keys in a sort takes an element of a sample
-MISSED = 1e-5  # probability that a sample is of no use, about
+FAR = 4.3  # deviations of a Poisson distribution: with what is added there, one in 100,000 is further away
 ROOM, MORE_ROOM = 48 << 10, 128 << 10  # bytes of keys in shared memory of a block; of the blocks of few rows
-FEW, MANY = 128, 512  # threads of a block, for rows of at most and more than SHORT elements
-SHORT = 16_384
-EACH = 2  # keys of a thread in registers: with more, sorts take fewer instructions, and fewer threads sort
-RESIDENT = 1536  # threads of a multiprocessor
-FLYING = 64  # bytes of a row that a thread loads at once
+FEW, MANY, SHORT = 128, 512, 16_384  # threads of a block, for rows of at most and more than SHORT elements
+EACH, MORE = 4, 8  # keys of a thread in registers; the latter if they are more than all threads have, and of 32 bits
+RESIDENT, FEWER = 1536, 1024  # threads of a multiprocessor; the latter if their keys take more than 16 bytes
+FLYING, AT_ONCE = 64, 32  # bytes, and elements, that a thread loads at once
 PART_LEAST = 4096  # elements of a part of a row
 
 
@@ -40,10 +40,10 @@ class SelectLaunch(SortLaunch):
 def selected(kernel: Kernel, most: int, multiprocessors: int) -> SelectLaunch | None:
     """`kernel` as a selection; None: it is none, or a sort is as fast."""
     sort = sort_of(kernel)
-    if not sort or not LEAST <= sort.n < 1 << 30 or not 0 < sort.kept <= sort.n // 4:
+    if not sort or not LEAST <= sort.n < 1 << 30 or not 0 < sort.kept <= sort.n * (MOST if key_bytes(sort) > 2 else MOST_NARROW):
         return None
-    n, rows, key = sort.n, math.prod(n for _, n in kernel.grid), 2 * max(4, sort.value.dtype.compute.itemsize)
-    threads, size = FEW if n <= SHORT else MANY, width((), (sort.value,), sort.i, n)
+    n, rows, key, value = sort.n, math.prod(n for _, n in kernel.grid), 2 * max(4, sort.value.dtype.compute.itemsize), sort.value
+    threads, size = FEW if n <= SHORT else MANY, width((), (value,), sort.i, n)
     parts = max(1, min(multiprocessors // max(1, rows), n // PART_LEAST))
     part = -(-n // (parts * size)) * size
     parts = -(-n // part)
@@ -51,42 +51,34 @@ def selected(kernel: Kernel, most: int, multiprocessors: int) -> SelectLaunch | 
     if not plan:
         return None
     groups, span, rank, room = plan
-    turns = -(-part // (threads * size))
-    rounds = -(-turns // -(-turns * size * key // (2 * FLYING)))
-    held = -(-max(groups, room) // (WARP * EACH)) * WARP * EACH
+    each = MORE if key == 8 and max(groups, rank * n / (groups * span)) > threads * EACH else EACH
+    turns, itemsize = -(-part // (threads * size)), value.buffer.dtype.itemsize if isinstance(value, Load) else key // 2
+    rounds = -(-turns // -(-turns * size // min(AT_ONCE, FLYING // itemsize)))
+    held = -(-max(groups, room) // (WARP * each)) * WARP * each
     scratch = -(-room * key // (16 * parts)) * 16 if parts > 1 else 0
     return SelectLaunch(
         kernel, threads, threads, (held + held // 8) * key, scratch, counters=2 * rows if parts > 1 else 0, parts=parts,
-        part=part, adjacent=True, each=EACH, groups=groups, span=span, rank=rank, room=room, size=size, rounds=rounds,
+        part=part, adjacent=True, each=each, groups=groups, span=span, rank=rank, room=room, size=size, rounds=rounds,
     )  # fmt: skip
 
 
 def _plan(n: int, kept: int, most: int) -> tuple[int, int, int, int] | None:
     """Groups, span, rank and room of a sample that takes the least time; the room, for `most` keys, is enough even if the
-    elements of a group are alike. None: there is none, or a sort is as fast."""
+    elements of a group are alike. None: there is none."""
     found = dict[float, tuple[int, int, int, int]]()
     for groups, span in product(GROUPS, SPANS):
-        rank = min(_rank(kept * groups * span / n), kept)
-        room = math.ceil(n / groups * (rank + 4.3 * math.sqrt(rank) + 6))
+        mean = kept * groups * span / n  # of the elements that are kept, how many the sample has
+        rank = min(math.ceil(mean + FAR * math.sqrt(mean) + 2.3), kept)
+        room = math.ceil(n / groups * (rank + FAR * math.sqrt(rank) + 6))
         time = _comparisons(groups) + ELEMENT * groups * span + _comparisons(rank * n / (groups * span))
         if rank < groups // 2 and max(groups, room) <= most and groups * span <= n // 2:
             found[time] = groups, span, rank, room
-    return found[min(found)] if found and min(found) < _comparisons(n) / 2 else None
+    return found[min(found)] if found else None
 
 
 def _comparisons(keys: float) -> float:
     """Of a bitonic sort."""
     return keys * math.log2(keys + 1) ** 2 / 4
-
-
-def _rank(mean: float) -> int:
-    """The rank that more keys of a sample have, of those that are kept, with that small probability: a Poisson distribution."""
-    chance, rank, left = math.exp(-mean), 0, 1.0
-    while left > MISSED and rank < 4 * mean + 20:
-        left -= chance
-        rank += 1
-        chance *= mean / rank
-    return rank
 
 
 class SelectWriter(SortWriter):
@@ -95,7 +87,8 @@ class SelectWriter(SortWriter):
 
     def __init__(self, launch: SelectLaunch) -> None:
         super().__init__(launch)
-        self.occupancy = f", {RESIDENT // launch.threads}"
+        keys = launch.each * max(4, launch.sort.value.dtype.compute.itemsize)
+        self.occupancy = f", {(RESIDENT if keys <= 16 else FEWER) // launch.threads}"
 
     def keys(self, value: str, order: str) -> None:
         at, s = self.launch, self.launch.sort

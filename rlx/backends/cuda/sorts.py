@@ -74,13 +74,14 @@ def sorted_rows(kernel: Kernel, most: int, multiprocessors: int) -> SortLaunch |
 def sort_of(kernel: Kernel) -> Sort | None:
     """The sort of a kernel that does nothing else."""
     *before, last = kernel.body or (None,)
-    plain = isinstance(last, Sort) and last.n and not kernel.locals and not kernel.limits
-    return last if plain and all(isinstance(s, Let) for s in before) else None
+    if not isinstance(last, Sort) or kernel.locals or kernel.limits or not last.n or not all(isinstance(s, Let) for s in before):
+        return None
+    return last
 
 
 def _by_digits(kernel: Kernel, sort: Sort, most: int, multiprocessors: int) -> DigitLaunch | None:
     """With few keys in a thread where all rows then run at once; all blocks of a row do."""
-    n, rows, team, key = sort.n, math.prod(n for _, n in kernel.grid), DIGIT_THREADS, _key_bytes(sort)
+    n, rows, team, key = sort.n, math.prod(n for _, n in kernel.grid), DIGIT_THREADS, key_bytes(sort)
     if not TILE_LEAST < n < 1 << 30:
         return None
     each = DIGIT_EACH[key]
@@ -105,7 +106,7 @@ def _by_digits(kernel: Kernel, sort: Sort, most: int, multiprocessors: int) -> D
     )  # fmt: skip
 
 
-def _key_bytes(sort: Sort) -> int:
+def key_bytes(sort: Sort) -> int:
     """16-bit floats in memory, and narrower ones, have keys of 16 bits."""
     x, computed = sort.value, sort.value.dtype.compute
     narrow = isinstance(x, Load) and x.buffer.dtype.is_float and x.buffer.dtype.itemsize <= 2
@@ -216,4 +217,4 @@ class DigitWriter(SortWriter):
                 self.line("sort.run(value, emit);")
 
 
-__all__ = ["DigitLaunch", "DigitWriter", "SortLaunch", "SortWriter", "sort_of", "sorted_rows"]
+__all__ = ["DigitLaunch", "DigitWriter", "SortLaunch", "SortWriter", "key_bytes", "sort_of", "sorted_rows"]

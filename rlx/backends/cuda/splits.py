@@ -1,16 +1,14 @@
-"""Ops rewritten as others that suit the GPU: softmax down long columns, top-k of parts, attention with narrow queries."""
+"""Ops rewritten as others that suit the GPU: softmax down long columns, attention with narrow queries."""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
-
 import rlx.ir.ops as ops
 from rlx.backends.cuda.attention import FEW_ROWS, NARROW
 from rlx.backends.cuda.schedule import CLUSTER, COLUMN_BYTES, MORE_REGISTERS, PART_THREADS, PART_WARPS, PARTS, REGISTERS
 from rlx.backends.cuda.strips import keeps
-from rlx.ir.dtype import DType, as_dtype, f32
+from rlx.ir.dtype import DType, f32
 from rlx.ir.graph import Node, Value
 from rlx.ir.ops.rules import axis_of
 from rlx.ir.ops.view import transposed_axes
@@ -19,7 +17,6 @@ LONG, LARGE = 1 << 16, 1 << 22  # elements from which a softmax of columns that 
 SHORT = CLUSTER * PART_WARPS * REGISTERS  # rows that a cluster of blocks keeps
 LONGEST, PART = PARTS[-1] * PART_THREADS * MORE_REGISTERS, 8192  # elements of a row that blocks keep; of a part of a longer one
 NEAR = 128  # rows of a part of columns: those that a multiprocessor works on stay in its cache
-SORTED, WHOLE = 2048, 8192  # elements of a part, and of a row, that a block sorts in shared memory
 
 
 def softmax(strips: int, node: Node) -> Value | None:
@@ -71,21 +68,6 @@ def _softened(rows: Value, weights: Value | float = 1.0) -> tuple[Value, Value]:
     return most, ops.sum(ops.exp(rows - base) * weights, axis=(-1,), keepdims=True)
 
 
-def top_k(node: Node) -> tuple[Value, ...] | None:
-    """The top k of the top k of parts that a block sorts in shared memory; None if a row is such a part."""
-    (x,), k, largest = node.inputs, node.attrs.k, node.attrs.largest  # type: ignore[union-attr]
-    *outer, length = x.shape.static
-    if length <= WHOLE or not 0 < k <= SORTED // 4 or 0 in outer:
-        return None
-    rows, parts = math.prod(outer), -(-length // SORTED)
-    wide = ops.pad(x.reshape(rows, length), low=(0, 0), high=(0, parts * SORTED - length), value=_last(x.dtype, largest))
-    values, places = ops.top_k(wide.reshape(rows, parts, SORTED), k=k, largest=largest)
-    places = places + ops.iota((parts, 1), axis=0, dtype=as_dtype("i64")) * SORTED
-    best, chosen = ops.top_k(values.reshape(rows, parts * k), k=k, largest=largest)
-    at = chosen + ops.iota((rows, 1), axis=0, dtype=as_dtype("i64")) * (parts * k)
-    return best.reshape(*outer, k), ops.gather(places.reshape(rows * parts * k), at).reshape(*outer, k)
-
-
 def attention(node: Node) -> Value | None:
     """Many f32 queries are rounded to the dtype of narrower keys and values, which is that of the tensor cores."""
     q, k, v = node.inputs[:3]
@@ -106,12 +88,4 @@ def _rounded(value: Value, dtype: DType) -> Value:
     return value.transpose(*back).astype(dtype).transpose(*axes)
 
 
-def _last(dtype: DType, largest: bool) -> float | int:
-    """A value that no element sorts behind, except equal ones before it."""
-    if dtype.is_float:
-        return -math.inf if largest else math.nan
-    info = np.iinfo(dtype.numpy)
-    return int(info.min if largest else info.max)
-
-
-__all__ = ["attention", "softmax", "top_k"]
+__all__ = ["attention", "softmax"]
