@@ -17,7 +17,7 @@ from rlx.backends.cuda import variances
 from rlx.backends.cuda.backend import target
 from rlx.backends.cuda.code import cubin, is_wide, launch_of, text_of
 from rlx.backends.cuda.columns import ColumnsLaunch
-from rlx.backends.cuda.strips import StripsLaunch
+from rlx.backends.cuda.strips import WIDEST, StripsLaunch
 from rlx.compiler import lower
 from rlx.ir.kernel import Loop
 
@@ -165,22 +165,29 @@ def softmax(x):
 
 
 STRIPS = {  # build, dims, dtype; elements of a vector, vectors of a strip, blocks that share it; None: not kept there
-    "a cluster": (softmax, (4096, 4096), "bf16", (8, 8, 8)),
+    "a cluster": (softmax, (4096, 8192), "bf16", (8, 8, 8)),
+    "more blocks, for fewer rounds": (softmax, (4096, 4096), "bf16", (8, 4, 8)),
     "of two": (softmax, (1000, 100_000), "bf16", (8, 8, 2)),
-    "of eight, narrow": (softmax, (13_107, 5120), "bf16", (8, 4, 8)),
+    "of sixteen, narrow": (softmax, (13_107, 5120), "bf16", (8, 4, 16)),
+    "of sixteen, f32": (softmax, (13_107, 5120), "f32", (4, 8, 16)),
+    "as many rows as are fused": (softmax, (16_384, 4096), "f32", (4, 4, 16)),
+    "wide": (softmax, (1334, 50_304), "f32", (4, 16, 8)),
+    "half of the registers": (softmax, (2500, 20_480), "f32", (4, 8, 8)),
     "rows of 8 bytes": (softmax, (3000, 3004), "bf16", (4, 16, 8)),
     "rows of 4 bytes": (softmax, (3000, 3002), "bf16", (2, 32, 8)),
     "between axes": (lambda x: rlx.softmax(x, axis=1), (12, 1334, 1024, 3), "bf16", (8, 8, 4)),
     "two": (lambda x: (y := rlx.sort(x)[0]) * rlx.sum(x * y, axis=0, keepdims=True) - x, (1024, 40_000), "f16", (8, 8, 4)),
     "few columns": (softmax, (3000, 520), "bf16", (8, 4, 8)),
     "of f32": (softmax, (4096, 4096), "f32", None),
+    "odd columns of f32": (softmax, (5000, 5002), "f32", None),
+    "an idle round of f32": (softmax, (13_107, 520), "f32", None),
     "one block": (softmax, (512, 100_000), "bf16", None),
     "odd columns": (softmax, (4096, 5001), "bf16", None),
     "short columns": (softmax, (32, 200_000), "bf16", None),
     "long columns": (softmax, (40_000, 1024), "bf16", None),
     "of 64 bits": (softmax, (9000, 1024), "f64", None),
     "little": (softmax, (300, 1000), "bf16", None),
-    "too few columns": (softmax, (10_000, 520), "bf16", None),
+    "too few columns": (softmax, (10_000, 200), "bf16", None),
 }
 
 
@@ -194,9 +201,11 @@ def test_shared_memory_keeps_strips_of_columns(name):
         assert (found.vector, found.across, found.parts) == expected and found.clustered == (found.parts > 1)
         text, nbytes = text_of(found, "kernel"), found.vector * last.buffers[0].dtype.itemsize
         (report,) = reports(text, "sm_90a").values()
-        assert not report.spilled and f"rlx_copy<{nbytes}>" in text
+        wide = found.across * nbytes == WIDEST
+        assert not report.spilled and f"rlx_copy{'' if wide else '_near'}<{nbytes}>" in text
         assert text.count("rlx_copies_wait<") == text.count("rlx_copies_end();")
-        assert found.at_once * (found.shared + 1024) <= 228 << 10
+        assert found.at_once * (found.shared + report.shared + 1024) <= 228 << 10
+        assert found.parts * found.part >= last.body[0].extent and found.rounds * found.rows >= found.part  # type: ignore[union-attr]
 
 
 def test_a_row_of_a_strip_is_copied_and_stored_once():
@@ -204,7 +213,7 @@ def test_a_row_of_a_strip_is_copied_and_stored_once():
     found = launch_of(one(lambda g: softmax(g.input("x", (3000, 3004), "bf16"))), "sm_90a")
     text = text_of(found, "kernel")
     assert isinstance(found, StripsLaunch) and found.points % found.across and "if (!spare) {" in text
-    assert found.rows * found.rounds > 3000 and " < 3000) {" in text
+    assert found.rows * found.rounds > found.part and "min((part + 1) * 375, (rlx_index)3000)" in text and " < end) {" in text
     small = launch_of(found.kernel, "sm_120")
     assert isinstance(small, StripsLaunch) and small.across < found.across and cubin(text_of(small, "kernel"), "sm_120")
     assert not isinstance(launch_of(found.kernel, "sm_80"), StripsLaunch)

@@ -381,6 +381,8 @@ class Gpu:
         wanted = {names.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: 100} if carved else {}
         if shared:  # with the static shared memory of the kernel, even less than 48 KB may exceed the default limit of a launch
             wanted[names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES] = shared
+            # clusters may have 16 blocks
+            wanted |= {names.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED: 1} if self.capability >= 90 else {}
         for attribute, value in wanted.items():
             check(self.driver.cuFuncSetAttribute(found, attribute, value), f"loading {name}")
         return found

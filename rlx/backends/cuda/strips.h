@@ -41,3 +41,10 @@ RLX_FN rlx_several<T, N> rlx_down_strip(C& blocks, int first, rlx_several<T, N> 
   }
   return a;
 }
+
+/* rlx_copy of parts of lines of the cache. What is beside them comes to the second-level cache, too: another cluster reads it soon. */
+template <int N> RLX_FN void rlx_copy_near(float* to, const float* from, bool inside) {
+  const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
+  if constexpr (N == 16) asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(inside ? 16 : 0) : "memory");
+  else asm volatile("cp.async.ca.shared.global.L2::256B [%0], [%1], %2, %3;" ::"r"(at), "l"(from), "n"(N), "r"(inside ? N : 0) : "memory");
+}

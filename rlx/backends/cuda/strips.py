@@ -1,17 +1,16 @@
-"""Columns of 16 bits kept in shared memory: softmax down columns and the like. A cluster of blocks has all rows of a strip of
-adjacent columns. Each thread copies its own elements there, all of them at once, and waits for no other thread before it reads
-them in each loop. Registers would hold fewer bytes: too few would be on their way while blocks wait for each other's sums."""
+"""Columns kept in shared memory: softmax down columns and the like. A cluster of blocks has all rows of a strip of adjacent
+columns. Each thread copies its own elements there, all of them at once, and waits for no other thread before it reads them in
+each loop. Registers would hold fewer bytes: too few would be on their way while blocks wait for each other's sums."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rlx.backends.cuda.dialect import CUDA
-from rlx.backends.cuda.render import CudaWriter, Partial
+from rlx.backends.cuda.render import LONG_SUM, CudaWriter, Partial
 from rlx.backends.cuda.rows import Key, key_of, recomputed, repeated, row_loops
 from rlx.backends.cuda.vectors import BYTES, loads, width
 from rlx.ir.kernel import EXTREMES, Check, Kernel, Let, Load, Loop, Reduce, Stmt, Store, Var, walk
@@ -20,19 +19,25 @@ from rlx.ir.overlap import may_overlap
 from rlx.records import record
 
 from rlx.backends.cuda.schedule import (  # isort: skip
-    CLUSTER, MULTIPROCESSORS, PART_WARPS, REGISTERS, RESERVED, WARP, Launch, lanes_down,
+    CLUSTER, COLUMN_BYTES, LARGEST, MULTIPROCESSORS, PART_WARPS, PARTS, REGISTERS, RESERVED, WARP, Launch, lanes_down,
 )  # fmt: skip
 
-WIDTHS = (128, 64)  # bytes of a row of a strip, the best number first: memory moves 64 at once
-ELEMENT = 2  # bytes, at most: registers keep wider ones as fast
+ELEMENT, WIDEST = 4, 256  # bytes: of an element, and of a row of a strip, at most
+MANY = 4096  # bytes of a row of f32, at least
 THREADS = 256
-AT_ONCE = (3, 2)  # blocks of a multiprocessor, the best number first: some compute or wait while another loads or stores
+# bytes of a row of a strip, blocks of a multiprocessor, and blocks of a cluster at most, the best numbers first, by bytes of an
+# element: memory stores wide rows faster, and some blocks compute or wait while another loads or stores
+FORMS = {
+    2: [(128, 3, CLUSTER), (64, 4, CLUSTER), (64, 3, 2 * CLUSTER), (64, 2, CLUSTER)],
+    4: [(WIDEST, 4, CLUSTER), (128, 3, 2 * CLUSTER), (128, 2, 2 * CLUSTER), (64, 2, 2 * CLUSTER)],
+}
 WAITS = 4  # groups of copies that a thread waits for, one after the other
 UNROLLED = 2  # vectors of a thread at once in the later loops
 LEAST = 1 << 20  # elements
-SPARE = 8 << 10  # bytes of a block for what it tells others
+SPARE = 11 << 10  # bytes of a block for what it tells others
 SHORT = PART_WARPS * REGISTERS  # rows that a block keeps in registers
 WORD = 4  # bytes of the least copy
+ROUNDS = 1.5  # of blocks: with fewer, and more than one, many multiprocessors have nothing to do in the last one
 
 
 @record
@@ -51,8 +56,8 @@ class StripsLaunch(Launch):
 
     @property
     def rows(self) -> int:
-        """Rows of a round of all blocks of a strip."""
-        return self.threads // self.across * self.parts
+        """Rows of a round."""
+        return self.threads // self.across
 
 
 def strips(kernel: Kernel, clusters: bool, most: int) -> StripsLaunch | None:
@@ -72,35 +77,44 @@ def strips(kernel: Kernel, clusters: bool, most: int) -> StripsLaunch | None:
     bytes_ = [k[0].dtype.itemsize for k in keys]  # type: ignore[attr-defined]
     while keys and size > 1 and size * max(bytes_) > BYTES:
         size //= 2
-    if not clusters or not keys or max(bytes_) > ELEMENT or size * min(bytes_) < WORD:
+    little = extent <= SHORT or points * extent < LEAST
+    if not clusters or not keys or little or max(bytes_) > ELEMENT or size * min(bytes_) < (WORD if max(bytes_) <= 2 else BYTES):
         return None
-    if extent <= SHORT or points * extent < LEAST:
-        return None
-    for wide, at_once in itertools.product(WIDTHS, AT_ONCE):
-        across = min(WARP, max(1, wide // (size * max(bytes_))))
-        kept = max(1, size * across // WARP)
-        for parts in (2, 4, CLUSTER):
-            rounds = -(-extent // (THREADS // across * parts))
-            held, warps = rounds * THREADS * size * sum(bytes_), THREADS // WARP
-            told = sum(len(s.reduces) for s in loops) * (warps + parts) * WARP * kept * 8
-            if held + told > (most + RESERVED) // at_once - RESERVED:
-                continue
-            words = 4 * WARP * parts * sum(len(s.reduces) for s in loops) + 1
-            at = StripsLaunch(
-                kernel, warps, THREADS, held, vector=size, lanes=WARP, parts=parts, adjacent=True, words=words,
-                clustered=True, across=across, rounds=rounds, keys=keys, at_once=at_once,
-            )  # fmt: skip
-            if at.blocks >= MULTIPROCESSORS:
-                return at
-    return None
+    reduces = [r for x in loops for r in x.reduces]
+    totals = sum(8 if r.op == "add" and extent > LONG_SUM else r.value.dtype.compute.itemsize for r in reduces)
+    found = dict[tuple[int, int], StripsLaunch]()  # by bytes of a row and blocks of a multiprocessor
+    for wide, at_once, parts in _forms(max(bytes_), extent * len(keys), most):
+        across, part, warps = min(WARP, max(1, wide // (size * max(bytes_)))), -(-extent // parts), THREADS // WARP
+        held = part * across * size * sum(bytes_)
+        told = totals * (warps + parts) * WARP * max(1, size * across // WARP) + 8 * len(reduces)
+        at = StripsLaunch(
+            kernel, warps, THREADS, held, vector=size, lanes=WARP, parts=parts, part=part, adjacent=True, clustered=True,
+            words=4 * WARP * parts * len(reduces) + 1, across=across, rounds=-(-part * across // THREADS), keys=keys,
+            at_once=at_once,
+        )  # fmt: skip
+        if held + told <= (most + RESERVED) // at_once - RESERVED and at.blocks >= MULTIPROCESSORS:
+            found.setdefault((wide, at_once), at)
+    first, second = [*found.values(), None, None][:2]
+    return second if first and second and 1 <= first.blocks / (first.at_once * MULTIPROCESSORS) < ROUNDS else first
+
+
+def _forms(itemsize: int, rows: int, most: int) -> list[tuple[int, int, int]]:
+    """Bytes of a row of a strip, blocks of a multiprocessor, and those of a cluster, the best first. `most`: bytes of a block."""
+    forms, blocks = FORMS[max(2, itemsize)], 1 << (-(-rows // SHORT) - 1).bit_length()
+    if itemsize > 2 and blocks <= CLUSTER and 8 * rows > 7 * blocks * SHORT:  # registers of a cluster, which are as fast
+        forms = [form for form in forms if form[0] == WIDEST]
+    room = 2 * CLUSTER if most == LARGEST else CLUSTER
+    return [(wide, at_once, n) for wide, at_once, largest in forms for n in PARTS if n <= min(largest, room)]
 
 
 def keeps(outer: int, length: int, inner: int, itemsize: int, most: int) -> bool:
-    """Whether clusters of blocks can keep strips of columns of so many rows, of whole vectors of `inner` elements. `most`: bytes
-    of a block."""
-    each, strips = (most + RESERVED) // AT_ONCE[-1] - SPARE, outer * inner * itemsize // WIDTHS[-1]
-    fits = length * WIDTHS[-1] <= CLUSTER * each and strips * CLUSTER >= MULTIPROCESSORS
-    return itemsize <= ELEMENT and inner * itemsize % WORD == 0 and fits
+    """Whether clusters of blocks can keep strips of columns of so many rows, of whole vectors of `inner` elements, and it is not
+    as fast to read them twice. `most`: bytes of a block."""
+    row, (least, vector) = outer * inner * itemsize, (0, WORD) if itemsize <= 2 else (MANY, BYTES)
+    if itemsize > ELEMENT or row < least or inner * itemsize % vector or length * ELEMENT > COLUMN_BYTES:
+        return False  # or the compiler divides sums in steps
+    busy = (form for form in _forms(itemsize, length, most) if row // form[0] * form[2] >= MULTIPROCESSORS)
+    return any(length * wide <= parts * ((most + RESERVED) // at_once - SPARE) for wide, at_once, parts in busy)
 
 
 def _plain(kernel: Kernel) -> bool:
@@ -162,11 +176,8 @@ class StripsWriter(CudaWriter):
                     self.block([s])
 
     def columns(self):  # type: ignore[no-untyped-def]
-        return self.scope([*self.each, f"const rlx_index {self.named()} = {self.first} + v;"])
-
-    def named(self) -> str:
-        self.names[self.column] = self.fresh("i")
-        return self.names[self.column]
+        self.names[self.column] = name = self.fresh("i")
+        return self.scope([*self.each, f"const rlx_index {name} = {self.first} + v;"])
 
     def of_columns(self, var: Var, value: Callable[[], str]) -> str:
         """An element of an array with a value for each column of a lane."""
@@ -179,36 +190,37 @@ class StripsWriter(CudaWriter):
     def rounds(self, start: int, end: int, unrolled: int = 0) -> Iterator[bool]:
         """The rows of these rounds of a thread, each time in a scope; the last one where rows end in it."""
         at, extent = self.launch, row_loops(self.kernel)[0].extent
-        ends = extent % at.rows > 0 and end == at.rounds
-        for low, high, last in ((start, end - ends, False), (end - 1, end, True))[: 1 + ends]:
+        whole = min(end, max(start, (extent - (at.parts - 1) * at.part) // at.rows))
+        for low, high, last in ((start, whole, False), (whole, end, True)):
             if low >= high:
                 continue
             self.names[self.row_var] = i = self.fresh("i")
-            row = f"const rlx_index {i} = (n * {at.parts} + part) * {at.rows // at.parts} + me;"
+            row = f"const rlx_index {i} = part * {at.part} + n * {at.rows} + me;"
             head = [f"#pragma unroll{f' {unrolled}' * bool(unrolled)}", f"for (int n = {low}; n < {high}; n++) {{", row]
-            with self.scope([*head, *[f"if ({i} < {extent}) {{"] * last], 1 + last):
+            with self.scope([*head, *[f"if ({i} < end) {{"] * last], 1 + last):
                 yield last
 
     def groups(self) -> list[tuple[int, int]]:
-        count = min(WAITS, self.launch.rounds)
-        ends = [self.launch.rounds * n // count for n in range(count + 1)]
-        return list(zip(ends, ends[1:]))
+        ends = [self.launch.rounds * n // WAITS for n in range(WAITS + 1)]
+        return [(start, end) for start, end in zip(ends, ends[1:]) if start < end]
 
     def copy(self, loops: Sequence[Loop]) -> None:
         at, offset, found = self.launch, 0, dict[Key, Load]()
         self.line("extern __shared__ __align__(16) unsigned char rlx_shared[];")
+        self.line(f"const rlx_index end = min((part + 1) * {at.part}, (rlx_index){loops[0].extent});")
         for x in (x for s in loops for x in self.kept(s)):
             found.setdefault(key_of(x, self.column), x)
         for key, x in found.items():
             self.copied[key], element = self.fresh("q"), CUDA.element(x.buffer.dtype)
             self.line(f"{element}* const {self.copied[key]} = ({element}*)(rlx_shared + {offset}) + threadIdx.x * {at.vector};")
-            offset += at.rounds * at.threads * at.vector * x.buffer.dtype.itemsize
+            offset += at.part * at.across * at.vector * x.buffer.dtype.itemsize
         for start, end in self.groups():
             for _ in self.rounds(start, end):
                 for key, x in found.items():
                     place = f"{self.names[x.buffer]} + {self.at_first(x.index, self.column, self.first)}"
                     nbytes = at.vector * x.buffer.dtype.itemsize
-                    self.line(f"rlx_copy<{nbytes}>((float*)({self.place(key)}), (const float*)({place}), true);")
+                    near = "_near" * (at.across * nbytes < WIDEST)
+                    self.line(f"rlx_copy{near}<{nbytes}>((float*)({self.place(key)}), (const float*)({place}), true);")
             self.line("rlx_copies_end();")
 
     def place(self, key: Key) -> str:
@@ -223,10 +235,9 @@ class StripsWriter(CudaWriter):
         parts = [self.partial(r, s.extent, ".at[v]") for r in s.reduces]
         for p in parts:
             self.line(f"rlx_several<{p.type}, {at.vector}> {p.name};")
-            near = f" {p.near}.at[v] = 0;" if p.near else ""
-            if near:
-                self.line(f"rlx_several<float, {at.vector}> {p.near};")
-            self.line(f"for (int v = 0; v < {at.vector}; v++) {{ {p.name}.at[v] = {p.init};{near} }}")
+            if p.near:
+                self.line(f"rlx_several<float, {at.vector}> {p.near} = {{}};")
+            self.line(f"for (int v = 0; v < {at.vector}; v++) {p.name}.at[v] = {p.init};")
 
         def combine(values: list[str]) -> None:
             for p, value in zip(parts, values):
