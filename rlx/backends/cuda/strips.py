@@ -103,7 +103,7 @@ def _forms(itemsize: int, rows: int, most: int) -> list[tuple[int, int, int]]:
     forms, blocks = FORMS[max(2, itemsize)], 1 << (-(-rows // SHORT) - 1).bit_length()
     if itemsize > 2 and blocks <= CLUSTER and 8 * rows > 7 * blocks * SHORT:  # registers of a cluster, which are as fast
         forms = [form for form in forms if form[0] == WIDEST]
-    room = 2 * CLUSTER if most == LARGEST else CLUSTER
+    room = 2 * CLUSTER if most == LARGEST and rows > CLUSTER * SHORT else CLUSTER
     return [(wide, at_once, n) for wide, at_once, largest in forms for n in PARTS if n <= min(largest, room)]
 
 
