@@ -37,20 +37,23 @@ RLX_FN void rlx_mark(unsigned* marks, unsigned block, unsigned blocks, int count
   });
 }
 
-/* Sums of the places from `first` to `end`, MOST at most, of V adjacent columns for each thread: a block of T threads has C groups of
-   columns, and R places at once. begin(i, sum), then op(sum, values) of added(pick, values) for each of `count` picks that place(pick,
-   look(pick)) puts there, in order, AHEAD loaded at a time, then finish(i, sum). The picks of all places are found first; if there is no
-   room for them, those of R places at a time. With WORDS, `marks` has a bit for each GRAIN picks of which one of the places has some. */
-template <int T, int C, int R, int V, int AHEAD, int MOST, int WORDS, int GRAIN, class S, class B, class L, class P, class A, class O, class E>
-RLX_FN void rlx_scatter(int first, int end, int count, unsigned* marks, bool own, B begin, L look, P place, A added, O op, E finish) {
-  constexpr int ROOM = 2048, EACH = 4, ROWS = T / C, U = R / ROWS;
-  static_assert(T * EACH <= ROOM, "the picks that are read at once");
-  __shared__ int picks[ROOM], listed[WORDS ? ROOM : 1], counts[T / 32]; /* listed: groups of picks with a mark */
-  __shared__ short rows[ROOM], next[ROOM], head[MOST], last[MOST];  /* next: of the same row; head, last: of each row, -1: none */
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  /* Finds the picks of places from `low` to `high`, from pick number `from` on, until there is no more room. Returns where it ended. */
-  const auto find = [&](int low, int high, int from) {
-    int found = 0, at = 0, many = 0; /* of the picks to look at, `many` from `from` on or as listed, those in front of number `at` are done */
+/* The picks of a block's places, as rlx_scatter describes them: at most ROOM, of which `next` is of the same row; `head` and `last`: of each
+   of MOST rows, -1: none. */
+template <int T, int MOST, int WORDS, int GRAIN, class L, class P> struct rlx_picks {
+  static constexpr int ROOM = 2048;
+  int *picks, *listed; /* listed: groups of picks with a mark */
+  short *rows, *next, *head, *last;
+  const unsigned* marks;
+  int count;
+  L look;
+  P place;
+
+  /* Finds the picks of places from `low` to `high`, from pick number `from` on, EACH of a thread at once, until there is no more room.
+     Returns where it ended. */
+  template <int EACH> __device__ __forceinline__ int find(int low, int high, int from) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    __shared__ int counts[2][T / 32];
+    int found = 0, turn = 0, at = 0, many = 0; /* of the picks to look at, `many` from `from` on or as listed, those in front of number `at` are done */
     const auto number = [&](int n) { return WORDS ? listed[n / GRAIN] * GRAIN + n % GRAIN : from + n; };
     __syncthreads();
     for (int r = threadIdx.x; r < high - low; r += T) head[r] = last[r] = -1;
@@ -71,7 +74,7 @@ RLX_FN void rlx_scatter(int first, int end, int count, unsigned* marks, bool own
         __syncthreads();
         many = (words < T ? before_next : all) * GRAIN, after = (begun + words) * 32 * GRAIN;
       }
-      for (; at < many; at += T * EACH) {
+      for (; at < many; at += T * EACH, turn ^= 1) {
         const auto own = [&](int n) {
           const int next = at + (warp * EACH + n) * 32 + lane;
           return next < many ? number(next) : count;
@@ -88,15 +91,14 @@ RLX_FN void rlx_scatter(int first, int end, int count, unsigned* marks, bool own
         }
         #pragma unroll
         for (int n = 0; n < EACH; n++) here[n] = __ballot_sync(0xffffffffu, row[n] >= 0), sum += __popc(here[n]);
-        if (lane == 0) counts[warp] = sum;
+        if (lane == 0) counts[turn][warp] = sum;
         __syncthreads();
         int to = found, all = 0;
         #pragma unroll 2
         for (int w = 0; w < T / 32; w++) {
-          if (w < warp) to += counts[w];
-          all += counts[w];
+          if (w < warp) to += counts[turn][w];
+          all += counts[turn][w];
         }
-        __syncthreads();
         if (found + all > ROOM) break;
         #pragma unroll
         for (int n = 0; n < EACH; n++) {
@@ -110,6 +112,7 @@ RLX_FN void rlx_scatter(int first, int end, int count, unsigned* marks, bool own
       if (at >= many) at = many;
     }
     __syncthreads();
+    if (found == 0 && threadIdx.x == 0) picks[0] = 0; /* rows without picks load an update, too */
     if (warp == 0) {
       for (int m = lane; m - lane < found; m += 32) {
         const int row = m < found ? rows[m] : -1 - lane;
@@ -126,63 +129,75 @@ RLX_FN void rlx_scatter(int first, int end, int count, unsigned* marks, bool own
     }
     __syncthreads();
     return from < count ? from : count;
-  };
-  bool whole = end - first > R;
+  }
+};
+
+/* Sums of the places from `first` to `end`, MOST at most, of V adjacent columns for each thread: a block of T threads has C groups of
+   columns, and R places at once. begin(i, sum), then op(sum, values) of added(pick, values) for each of `count` picks that place(pick,
+   look(pick)) puts there, in order, AHEAD loaded at a time, then finish(i, sum). The picks of all places are found first; if there is no
+   room for them, those of R places at a time. With WORDS, `marks` has a bit for each GRAIN picks of which one of the places has some. */
+template <int T, int C, int R, int V, int AHEAD, int MOST, int WORDS, int GRAIN, class S, class B, class L, class P, class A, class O, class E>
+RLX_FN void rlx_scatter(int first, int end, int count, unsigned* marks, bool own, B begin, L look, P place, A added, O op, E finish) {
+  constexpr int ROOM = 2048, ROWS = T / C, U = R / ROWS;
+  __shared__ int picks[ROOM], listed[WORDS ? ROOM : 1];
+  __shared__ short rows[ROOM], next[ROOM], head[MOST], last[MOST];
+  rlx_picks<T, MOST, WORDS, GRAIN, L, P> all = {picks, listed, rows, next, head, last, marks, count, look, place};
+  constexpr int AT_ONCE = WORDS ? 4 : ROOM / T;
+  const bool whole = end - first > R && all.template find<AT_ONCE>(first, end, 0) == count;
   for (int low = first; low < end; low += R) {
     const int high = low + R < end ? low + R : end;
-    S sum[U][V], more[AHEAD][U][V];
+    S sum[U][V];
     int m[U], seen = 0;
-    #pragma unroll
-    for (int u = 0; u < U; u++) {
-      const int row = low + u * ROWS + threadIdx.x / C;
-      if (own && row < high) begin(row, sum[u]);
-    }
-    while (true) {
-      if (!whole || low == first) {
-        seen = find(low, whole ? end : high, seen);
-        if (whole && seen < count) {
-          whole = false, seen = 0;
-          continue;
-        }
-      }
-      bool left = false;
+    const auto row = [&](int u) { return low + u * ROWS + (int)threadIdx.x / C; };
+    const auto start = [&] {
       #pragma unroll
-      for (int u = 0; u < U; u++) {
-        const int row = low + u * ROWS + threadIdx.x / C;
-        m[u] = own && row < high ? head[row - (whole ? first : low)] : -1;
-        left |= m[u] >= 0;
-      }
-      while (left) {
-        left = false;
-        int after[AHEAD][U]; /* the picks that are loaded */
+      for (int u = 0; u < U; u++) begin(row(u) < high ? row(u) : high - 1, sum[u]);
+    };
+    const auto left = [&] {
+      int most = -1;
+      #pragma unroll
+      for (int u = 0; u < U; u++) most = max(most, m[u]);
+      return most;
+    };
+    /* One pick or more of each row. Of one, all rows load at once, also those that have none left: no branch divides the loads. */
+    const auto step = [&](int any) {
+      S more[AHEAD][U][V];
+      int now[AHEAD][U];
+      #pragma unroll
+      for (int n = 0; n < AHEAD; n++) {
         #pragma unroll
-        for (int n = 0; n < AHEAD; n++) {
-          #pragma unroll
-          for (int u = 0; u < U; u++) {
-            after[n][u] = m[u];
-            if (m[u] < 0) continue;
-            added(picks[m[u]], more[n][u]);
-            m[u] = next[m[u]];
-          }
+        for (int u = 0; u < U; u++) {
+          now[n][u] = m[u];
+          if (AHEAD > 1 && m[u] < 0) continue;
+          added(picks[m[u] < 0 ? any : m[u]], more[n][u]);
+          if (m[u] >= 0) m[u] = next[m[u]];
         }
-        #pragma unroll
-        for (int n = 0; n < AHEAD; n++) {
-          #pragma unroll
-          for (int u = 0; u < U; u++) {
-            if (after[n][u] < 0) continue;
-            for (int v = 0; v < V; v++) sum[u][v] = op(sum[u][v], more[n][u][v]);
-          }
-        }
-        #pragma unroll
-        for (int u = 0; u < U; u++) left |= m[u] >= 0;
       }
+      #pragma unroll
+      for (int n = 0; n < AHEAD; n++) {
+        #pragma unroll
+        for (int u = 0; u < U; u++) {
+          if (now[n][u] < 0) continue;
+          for (int v = 0; v < V; v++) sum[u][v] = op(sum[u][v], more[n][u][v]);
+        }
+      }
+    };
+    if (!whole) seen = all.template find<AT_ONCE>(low, high, 0);
+    const auto listed_first = [&] {
+      #pragma unroll
+      for (int u = 0; u < U; u++) m[u] = own && row(u) < high ? head[row(u) - (whole ? first : low)] : -1;
+    };
+    listed_first();
+    start(), step(max(left(), 0)); /* all of these loads are on their way at once */
+    while (true) {
+      for (int any; (any = left()) >= 0;) step(any);
       if (whole || seen == count) break;
+      seen = all.template find<2>(low, high, seen); /* few at once, beside the sums */
+      listed_first();
     }
     #pragma unroll
-    for (int u = 0; u < U; u++) {
-      const int row = low + u * ROWS + threadIdx.x / C;
-      if (own && row < high) finish(row, sum[u]);
-    }
+    for (int u = 0; u < U; u++)
+      if (own && row(u) < high) finish(row(u), sum[u]);
   }
   for (int word = threadIdx.x; word < WORDS; word += T) marks[word] = 0;
 }

@@ -282,7 +282,7 @@ def way_of(kernel: Kernel) -> tuple[Scatter | None, str]:
 def _rows(found: Scatter, points: int, vector: int, groups: int) -> tuple[int, int]:
     """Places of a block, and those that it has at once."""
     wanted, each = -(-found.end.extent * -(-points // (vector * groups)) // BLOCKS), THREADS // groups
-    at_once = each * (max(2, min(4, (8 if found.count >= MARKED else 16) // vector)) if wanted > each else 1)
+    at_once = each * (max(2, min(4, (16 if found.count >= MARKED else 24) // vector)) if wanted > each else 1)
     return min(MOST, -(-wanted // at_once) * at_once), at_once
 
 
