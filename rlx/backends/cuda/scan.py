@@ -152,6 +152,8 @@ class ScanDown:
         with w.alone():
             w.line(f"const rlx_index {self.i}_0 = {before}me * {self.rows};")
             w.line(f"const bool whole = {'true' if self.even else f'{self.i}_0 + {self.rows} <= {self.extent}'};")
+            if not self.even:
+                w.line(f"const int beyond = whole ? 0 : min({self.i}_0 + {self.rows} - {self.extent}, (rlx_index){self.rows});")
             w.line(f"{kind} {self.own}[1], start, none;")
             start = w.value(self.carry.init)
             with w.scope(self.each_column(named=False)):
@@ -168,19 +170,23 @@ class ScanDown:
             self.twice(self.elements)
 
     def twice(self, body: Callable[[], None]) -> None:
-        """The rows of a thread: all of them, or those of the column."""
-        w, i = self.w, self.i
-        with w.scope(["if (whole) {", *self.each_row()], 2):
-            w.vector_loads = self.held
-            body()
-            w.vector_loads = {}
+        """The rows of a thread: all of them, or those of the column. The latter are as many steps of the program, too: no branch
+        divides their loads. Comparisons made once for both times would take registers."""
+        w, parts = self.w, [["if (whole) {", *self.each_row()]]
         if not self.even:
-            with w.scope([f"else for (rlx_index {i} = {i}_0; {i} < {self.extent} && {i} < {i}_0 + {self.rows}; {i}++) {{"]):
+            left = f'int left = {self.rows} - beyond; asm volatile("" : "+r"(left));'
+            parts.append(["else {", left, *self.each_row(), "if (n < left) {"])
+        for lines in parts:
+            with w.scope(lines, 2 if lines is parts[0] else 3):
+                w.vector_loads = self.held
                 body()
+                w.vector_loads = {}
 
-    def each_row(self) -> list[str]:
+    def each_row(self, near: bool = False) -> list[str]:
+        """`near`: rows behind the column are its last one."""
         lines = ["#pragma unroll", f"for (int n = 0; n < {self.rows}; n++) {{"]
-        return [*lines, f"const rlx_index {self.i} = {self.i}_0 + n;"]
+        place = f"min({self.i}_0 + n, (rlx_index){self.extent} - 1)" if near else f"{self.i}_0 + n"
+        return [*lines, f"const rlx_index {self.i} = {place};"]
 
     def each_column(self, named: bool = True) -> list[str]:
         lines = ["#pragma unroll", f"for (int v = 0; v < {self.size}; v++) {{"]
@@ -196,12 +202,12 @@ class ScanDown:
         for x, name in found.items():
             w.line(f"{CUDA.element(x.buffer.dtype)} {name}[{self.rows}][{self.size}];")
         if found:
-            with w.scope(["if (whole) {", *self.each_row()], 2):
+            with w.scope(self.each_row(near=not self.even)):
                 for x, name in found.items():
                     place = f"{w.names[x.buffer]} + {w.at_first(x.index, self.column, self.first)}"
                     w.line(f"rlx_fetch<{self.size}>({name}[n], {place});")
         self.held = {id(x): f"{name}[n]" for x, name in found.items()}
-        return [name for x, name in found.items() if self.size > 1 and self.size * x.buffer.dtype.itemsize == 4]
+        return [name for x, name in found.items() if x.buffer.dtype.itemsize < 4 and self.size * x.buffer.dtype.itemsize % 4 == 0]
 
     def addends(self) -> None:
         with self.w.scope(self.each_column()):

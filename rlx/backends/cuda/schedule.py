@@ -42,6 +42,7 @@ WAITING_THREADS = 132 * 4096  # twice as many as a large GPU runs at once
 MOVING_THREADS = 132 * 128  # threads that do so where they compute nothing
 PART_BYTES = 64  # read by a thread of a running total; twice as many down columns, and of long lines, whose parts wait longer
 PART_THREADS, PART_TEAMS, PART_WARPS = 256, (256, 512), 16  # of a block, at most
+SCAN_WARPS, BESIDE_BYTES = 16, 4  # of a block of running totals down columns; of adjacent columns of a lane
 PARTS = (2, 4, 8, 16, 32)  # of a row: a GPU runs many more blocks at once, so that all parts of a row run
 PACKED = (256, REGISTERS), (256, 40), (512, REGISTERS)  # threads of a block, and registers that hold two elements of a row each
 PART_LEAST = 4096  # elements of a row
@@ -281,14 +282,15 @@ def _running(kernel: Kernel) -> Launch | None:
     if not down and not kernel.limits and (found := peeled(kernel, [last])):
         (kernel, peel), extent = found, extent + found[1].size - 1
     own = last.carries[0].var.dtype.compute.itemsize
-    each = min((PART_BYTES << down) // max(2, *(x.buffer.dtype.itemsize for x in _memory_loads(last)), own // 2), 32)
+    vector = _beside(kernel, last) if down and extent > WARP else 1
+    each = min((PART_BYTES << down) // max(2, *(x.buffer.dtype.itemsize for x in _memory_loads(last)), own // 2) // vector, 32)
     if not down:
         each = min(each, 1 << (-(-extent // WARP) - 1).bit_length())
         each = min(2 * each, 32) if extent > PART_THREADS**2 * each else each  # more parts than one block hears of at once
-    team, most = (1, PART_WARPS) if down else (WARP, PART_THREADS)
+    team, most = (1, SCAN_WARPS) if down else (WARP, PART_THREADS)
     while team < most and team * each < extent:
         team *= 2
-    vector, parts = _beside(kernel, last) if down and team > 1 else 1, -(-extent // (team * each))
+    parts = -(-extent // (team * each))
     if parts > 1:
         size = 1 if down else running_size(kernel.body[-1], peel, each)  # type: ignore[arg-type]
         parts, each = _even_parts(extent, team, each, size, not peel and vector == 1)
@@ -304,11 +306,14 @@ def _beside(kernel: Kernel, s: Loop) -> int:
     (column, extent), (carry,) = kernel.grid[-1], s.carries
     assert carry.added is not None
     before, inside = (*kernel.body[:-1], carry.init), [x for x in walk((s.body, carry.added)) if isinstance(x, Load)]
-    size = 2 if {x.buffer.dtype.itemsize for x in inside} == {2} else 1
-    whole = size > 1 and extent % size == 0 and {*map(id, inside)} == {id(x) for x in loads(s.body, (carry.added,), column, size)}
-    points = math.prod(n for _, n in kernel.grid)
-    full = points % (size * WARP) == 0 or points >= FEW_WARPS * size * WARP if whole else False
-    return size if full and column not in walk(before) else 1
+    items, points = {x.buffer.dtype.itemsize for x in inside}, math.prod(n for _, n in kernel.grid)
+    size = max(1, BESIDE_BYTES // max(items)) if len(items) == 1 and column not in walk(before) else 1
+    while size > 1:
+        whole = extent % size == 0 and {*map(id, inside)} == {id(x) for x in loads(s.body, (carry.added,), column, size)}
+        if whole and (points % (size * WARP) == 0 or points >= FEW_WARPS * size * WARP):
+            break
+        size //= 2
+    return size
 
 
 def running_size(s: Loop, peel: Peel | None, each: int) -> int:
