@@ -91,7 +91,7 @@ def test_many_updates_of_long_lines_are_not_looked_at():
     assert scatter_of(kernel_of((1 << 14, 256), 0, 64, "add", "f32"))
 
 
-@pytest.mark.parametrize("dims, count, grain", [((4096,), 4096, 2), ((1 << 21,), 1 << 19, 8), ((1 << 24,), 1 << 22, 256)])
+@pytest.mark.parametrize("dims, count, grain", [((8192,), 8192, 2), ((1 << 21,), 1 << 19, 8), ((1 << 24,), 1 << 22, 256)])
 def test_marks_of_many_updates_are_of_some_together(dims: tuple[int, ...], count: int, grain: int) -> None:
     found = launch_of(kernel_of(dims, 0, count, "add", "f32"))
     assert isinstance(found, ScatterLaunch) and found.grain == grain and found.blocks * found.words_each <= MARKS
@@ -289,6 +289,28 @@ def test_rows_are_patched_in_order(dims: tuple[int, ...], axis: int, count: int,
         np.testing.assert_array_equal(found.astype(np.float64), wanted.astype(np.float64))
     with pytest.raises(rlx.RlxError, match="out of range"):
         compiled.run({**given, "i": np.full(count, dims[axis])})
+
+
+@on_gpu
+@pytest.mark.parametrize("dims, count", [((3000, 264), 2000), ((1334, 50_304), 667), ((9000, 72), 9001), ((41, 3000), 300)])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_many_rows_are_updated_by_blocks(dims: tuple[int, ...], count: int, dtype: str) -> None:
+    """Whole numbers; of other than random indices, a block has more updates than it lists."""
+    kernel, rng = kernel_of(dims, 0, count, "rows", dtype), np.random.default_rng(0)
+    found = launch_of(kernel)
+    assert isinstance(found, ScatterLaunch) and found.at_once <= found.rows and (found.words_each > 0) == (count > 9000)
+    g = rlx.Graph("scatter")
+    x, at, u = g.input("x", dims, dtype), g.input("i", (count,), "i64"), g.input("u", (count, dims[1]), dtype)
+    g.set_outputs([rlx.scatter_add(x, at, u)])
+    parts = ("x", dims, 30), ("u", (count, dims[1]), 2)
+    given = {n: rng.integers(-most, most, d).astype(rlx.as_dtype(dtype).numpy) for n, d, most in parts}
+    given["u"] *= rng.integers(0, 40, (count, 1)) == 0  # so few that bf16 has all sums
+    compiled = rlx.Session("cuda").compile(g)
+    for given["i"] in (rng.integers(0, dims[0], count), rng.permutation(dims[0])[:count] % dims[0], np.arange(count) % 3):
+        given["i"] = np.resize(given["i"], count)
+        result = given["x"].astype(np.float32)
+        np.add.at(result, given["i"], given["u"].astype(np.float32))
+        np.testing.assert_array_equal(compiled.run(given)[0].astype(np.float32), result)
 
 
 @on_gpu

@@ -33,6 +33,8 @@ MAPPED = {  # kernels whose shapes once had a few threads: expression, dims of i
     "sums of columns, an odd count": (lambda x: x.sum(axis=0), [(263_003, 64)], (16, 32, 32, 1)),
     "one long row": (lambda x: rlx.argmax(x, axis=0), [(9_807_577,)], (512, 1, 240, 1)),
     "totals of few columns": (lambda x: rlx.cumsum(x, axis=0), [(4096, 3)], (16, 32, 8, 1)),
+    "totals of many columns": (lambda x: rlx.cumsum(x, axis=0), [(4096, 4096)], (8, 32, 16, 1)),
+    "totals down long rows": (lambda x: rlx.cumsum(x, axis=0), [(1334, 40_000)], (16, 32, 6, 1)),
     "many short columns": (lambda x: rlx.softmax(x, axis=0), [(3, 100_000)], (1, 1, 1, 1)),
     "many rows of 16": (lambda x: rlx.softmax(x), [(200_000, 16)], (1, 1, 1, 1)),
     "many rows of one": (lambda x: rlx.argsort(x), [(500_000, 1)], (1, 1, 1, 1)),
@@ -82,6 +84,37 @@ def test_odd_counts_are_right_to_the_last_element(name):
         made = graph(lambda g: build(g.input("x", (n,), dtype)))  # noqa: B023
         x = np.random.default_rng(n).integers(1, 5, n).astype(rlx.as_dtype(dtype).numpy)
         np.testing.assert_array_equal(rlx.Session("cuda").compile(made).run({"x": x})[0], evaluate(made, {"x": x})[0][0])
+
+
+TURNED = {  # kernels that exchange axes, rows of whose results begin anywhere: expression, dims of its operands
+    "two axes": (lambda x: rlx.copy(x.T), [(1334, 6400)]),
+    "the middle one stays": (lambda x: rlx.copy(rlx.transpose(x, (2, 1, 0))), [(1001, 3, 2400)]),
+    "batches": (lambda x: rlx.copy(rlx.transpose(x, (0, 2, 1))), [(3, 1003, 2400)]),
+    "beside another": (lambda x, y: x + y.T, [(6400, 1337), (1337, 6400)]),
+    "two of them": (lambda x, y: x.T * y.T, [(1337, 6400), (1337, 6400)]),
+    "wider": (lambda x: rlx.cast(x.T, "f32"), [(1337, 6400)]),
+}
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f32", "i32"])
+@pytest.mark.parametrize("name", TURNED)
+def test_transposed_rows_that_begin_anywhere_are_right(name, dtype):
+    build, dims = TURNED[name]
+    made = graph(lambda g: build(*(g.input(f"x{n}", d, dtype) for n, d in enumerate(dims))))
+    rng = np.random.default_rng(0)
+    given = {f"x{n}": rng.integers(-8, 9, d).astype(rlx.as_dtype(dtype).numpy) for n, d in enumerate(dims)}
+    np.testing.assert_array_equal(rlx.Session("cuda").compile(made).run(given)[0], evaluate(made, given)[0][0])
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f32", "i32"])
+@pytest.mark.parametrize("dims", [(1334, 4000), (1334, 33_000), (700, 6401), (4099, 4096), (2049, 130)])
+def test_totals_down_columns_are_right_to_the_last_row(dims, dtype):
+    """Whole numbers, so few that bf16 has all sums."""
+    made = graph(lambda g: rlx.cumsum(g.input("x", dims, dtype), axis=0))
+    x = (np.random.default_rng(0).integers(0, dims[0] // 100, dims) == 0).astype(rlx.as_dtype(dtype).numpy)
+    np.testing.assert_array_equal(rlx.Session("cuda").compile(made).run({"x": x})[0], evaluate(made, {"x": x})[0][0])
 
 
 def test_products_of_two_terms_are_loops():

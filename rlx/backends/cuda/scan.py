@@ -185,7 +185,9 @@ class ScanDown:
     def each_row(self, near: bool = False) -> list[str]:
         """`near`: rows behind the column are its last one."""
         lines = ["#pragma unroll", f"for (int n = 0; n < {self.rows}; n++) {{"]
-        place = f"min({self.i}_0 + n, (rlx_index){self.extent} - 1)" if near else f"{self.i}_0 + n"
+        place = f"{self.i}_0 + n"
+        if near:
+            place = f"max(min({place}, (rlx_index){self.extent} - 1), (rlx_index)0)"
         return [*lines, f"const rlx_index {self.i} = {place};"]
 
     def each_column(self, named: bool = True) -> list[str]:

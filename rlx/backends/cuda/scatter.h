@@ -37,8 +37,8 @@ RLX_FN void rlx_mark(unsigned* marks, unsigned block, unsigned blocks, int count
   });
 }
 
-/* The picks of a block's places, as rlx_scatter describes them: at most ROOM, of which `next` is of the same row; `head` and `last`: of each
-   of MOST rows, -1: none. */
+/* The picks of a block's places, ROOM at most, as rlx_scatter describes them. `next`: of the same row; `head`, `last`: of each row; -1:
+   none. */
 template <int T, int MOST, int WORDS, int GRAIN, class L, class P> struct rlx_picks {
   static constexpr int ROOM = 2048;
   int *picks, *listed; /* listed: groups of picks with a mark */
@@ -134,20 +134,25 @@ template <int T, int MOST, int WORDS, int GRAIN, class L, class P> struct rlx_pi
 
 /* Sums of the places from `first` to `end`, MOST at most, of V adjacent columns for each thread: a block of T threads has C groups of
    columns, and R places at once. begin(i, sum), then op(sum, values) of added(pick, values) for each of `count` picks that place(pick,
-   look(pick)) puts there, in order, AHEAD loaded at a time, then finish(i, sum). The picks of all places are found first; if there is no
-   room for them, those of R places at a time. With WORDS, `marks` has a bit for each GRAIN picks of which one of the places has some. */
-template <int T, int C, int R, int V, int AHEAD, int MOST, int WORDS, int GRAIN, class S, class B, class L, class P, class A, class O, class E>
+   look(pick)) puts there, in order, AHEAD loaded at a time, then finish(i, sum). The picks of all places are found first, where a thread
+   looks at LOOKS of them at once; if there is no room for them, those of R places at a time. With WORDS, `marks` has a bit for each GRAIN picks of which one of the places has some. */
+template <int T, int C, int R, int V, int AHEAD, int LOOKS, int MOST, int WORDS, int GRAIN, class S, class B, class L, class P, class A, class O, class E>
 RLX_FN void rlx_scatter(int first, int end, int count, unsigned* marks, bool own, B begin, L look, P place, A added, O op, E finish) {
   constexpr int ROOM = 2048, ROWS = T / C, U = R / ROWS;
   __shared__ int picks[ROOM], listed[WORDS ? ROOM : 1];
   __shared__ short rows[ROOM], next[ROOM], head[MOST], last[MOST];
   rlx_picks<T, MOST, WORDS, GRAIN, L, P> all = {picks, listed, rows, next, head, last, marks, count, look, place};
-  constexpr int AT_ONCE = WORDS ? 4 : ROOM / T;
-  const bool whole = end - first > R && all.template find<AT_ONCE>(first, end, 0) == count;
-  for (int low = first; low < end; low += R) {
+  bool whole = end - first > R;
+  for (int low = first; low < end;) {
     const int high = low + R < end ? low + R : end;
+    int seen = count;
+    if (!whole || low == first) seen = all.template find<LOOKS>(low, whole ? end : high, 0);
+    if (whole && seen < count) {
+      whole = false;
+      continue;
+    }
     S sum[U][V];
-    int m[U], seen = 0;
+    int m[U];
     const auto row = [&](int u) { return low + u * ROWS + (int)threadIdx.x / C; };
     const auto start = [&] {
       #pragma unroll
@@ -182,7 +187,6 @@ RLX_FN void rlx_scatter(int first, int end, int count, unsigned* marks, bool own
         }
       }
     };
-    if (!whole) seen = all.template find<AT_ONCE>(low, high, 0);
     const auto listed_first = [&] {
       #pragma unroll
       for (int u = 0; u < U; u++) m[u] = own && row(u) < high ? head[row(u) - (whole ? first : low)] : -1;
@@ -198,6 +202,7 @@ RLX_FN void rlx_scatter(int first, int end, int count, unsigned* marks, bool own
     #pragma unroll
     for (int u = 0; u < U; u++)
       if (own && row(u) < high) finish(row(u), sum[u]);
+    low += R;
   }
   for (int word = threadIdx.x; word < WORDS; word += T) marks[word] = 0;
 }

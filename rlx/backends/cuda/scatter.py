@@ -23,13 +23,14 @@ from rlx.ir.kernel import (  # isort: skip
 )  # fmt: skip
 
 THREADS, GROUPS = 256, 128  # of columns of a block, each of a thread
-BLOCKS = 4 * 132  # all there at once: each one reads all indices
+BLOCKS, PLENTY = 4 * 132, 8  # all there at once: each one reads all indices; tiles, of which one less makes little difference
+FEW, LONG, MORE = 1024, 32, 4  # indices, and places of a thread, with which 4 times as many blocks share the work more evenly
 BUSY = 32 * THREADS  # threads with fewer elements each, if there are no more
 MOST = 2048  # places of a block
 FEW_PICKS = 8  # updates of a line that each of its places looks at
 PLACES, ENOUGH = 8, 1 << 15  # of a thread that looks, if there are as many threads
 LEAST, PICKS = 1 << 14, 256  # updates, or places, that are worth several blocks; indices that one block takes too long for
-MARKED, MARKS = 4096, 1 << 22  # indices from which on a block reads marks of its own in place of all; words of all marks, at most
+MARKED, MARKS = 8192, 1 << 22  # indices from which on a block reads marks of its own in place of all; words of all marks, at most
 GRAINS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # indices of a mark
 # Times in µs, fitted to 55 scatters on an H200, of lines with indices of their own
 TEAM, LANES, UPDATE = 1, 5, 0.1  # of a team for a line, of one for adjacent lines, and of each update they make
@@ -281,9 +282,13 @@ def way_of(kernel: Kernel) -> tuple[Scatter | None, str]:
 
 def _rows(found: Scatter, points: int, vector: int, groups: int) -> tuple[int, int]:
     """Places of a block, and those that it has at once."""
-    wanted, each = -(-found.end.extent * -(-points // (vector * groups)) // BLOCKS), THREADS // groups
-    at_once = each * (max(2, min(4, (16 if found.count >= MARKED else 24) // vector)) if wanted > each else 1)
-    return min(MOST, -(-wanted // at_once) * at_once), at_once
+    places, across, each = found.end.extent, -(-points // (vector * groups)), THREADS // groups
+    many = found.of_all and found.count <= FEW and places * across >= LONG * each * BLOCKS
+    blocks = BLOCKS * MORE if many else BLOCKS
+    tiles = blocks // across  # so few blocks that they are there at once, if that is about as many as could be
+    wanted = -(-places // tiles) if tiles >= PLENTY else -(-places * across // blocks)
+    rows = min(MOST, -(-wanted // each) * each)
+    return rows, min(rows, each * max(2, min(4, (16 if found.count >= MARKED else 24) // vector)))
 
 
 def scheduled(kernel: Kernel) -> Kernel:
@@ -480,7 +485,8 @@ class ScatterWriter(UpdateWriter):
         if at.words_each:
             blocks = f"{self.block_number}, {at.blocks}, {self.found.count}, {at.rows}, {at.tiles}, {at.blocks // at.tiles}"
             self.line(f"rlx_mark<{at.threads}, {at.words_each}, {at.grain}>(rlx_counters, {blocks}, look, place);")
-        sizes = f"{at.threads}, {at.groups}, {at.at_once}, {at.vector}, {ahead}, {min(MOST, at.rows)}"
+        looks = 4 if at.words_each else min(8, -(-self.found.count // at.threads))
+        sizes = f"{at.threads}, {at.groups}, {at.at_once}, {at.vector}, {ahead}, {looks}, {min(MOST, at.rows)}"
         sizes += f", {at.words_each}, {at.grain}, {kind}"
         self.line(f"rlx_scatter<{sizes}>(first, end, {self.found.count}, {marks}, own, {functions});")
 

@@ -42,7 +42,8 @@ WAITING_THREADS = 132 * 4096  # twice as many as a large GPU runs at once
 MOVING_THREADS = 132 * 128  # threads that do so where they compute nothing
 PART_BYTES = 64  # read by a thread of a running total; twice as many down columns, and of long lines, whose parts wait longer
 PART_THREADS, PART_TEAMS, PART_WARPS = 256, (256, 512), 16  # of a block, at most
-SCAN_WARPS, BESIDE_BYTES = 16, 4  # of a block of running totals down columns; of adjacent columns of a lane
+PART_FEW = 64  # parts of columns, up to which blocks have half as many warps: more of them read while others write
+LANE_BYTES, LONG_LANE, LONG_ROW = 4, 8, 1 << 17  # bytes that a lane reads of a row; of one of 32-bit elements that is so long
 PARTS = (2, 4, 8, 16, 32)  # of a row: a GPU runs many more blocks at once, so that all parts of a row run
 PACKED = (256, REGISTERS), (256, 40), (512, REGISTERS)  # threads of a block, and registers that hold two elements of a row each
 PART_LEAST = 4096  # elements of a row
@@ -283,11 +284,14 @@ def _running(kernel: Kernel) -> Launch | None:
         (kernel, peel), extent = found, extent + found[1].size - 1
     own = last.carries[0].var.dtype.compute.itemsize
     vector = _beside(kernel, last) if down and extent > WARP else 1
-    each = min((PART_BYTES << down) // max(2, *(x.buffer.dtype.itemsize for x in _memory_loads(last)), own // 2) // vector, 32)
+    item = max([2, *(x.buffer.dtype.itemsize for x in _memory_loads(last))])
+    each = min((PART_BYTES << down) // max(item, own // 2) // vector, 32)
     if not down:
         each = min(each, 1 << (-(-extent // WARP) - 1).bit_length())
         each = min(2 * each, 32) if extent > PART_THREADS**2 * each else each  # more parts than one block hears of at once
-    team, most = (1, SCAN_WARPS) if down else (WARP, PART_THREADS)
+    blocks = math.prod(n for _, n in kernel.grid) // (vector * WARP) * (extent // (PART_WARPS * each))
+    several = vector * item <= LANE_BYTES and blocks >= 2 * FEW_LINES and extent <= PART_FEW * PART_WARPS // 2 * each
+    team, most = (1, PART_WARPS // (1 + several)) if down else (WARP, PART_THREADS)
     while team < most and team * each < extent:
         team *= 2
     parts = -(-extent // (team * each))
@@ -307,7 +311,8 @@ def _beside(kernel: Kernel, s: Loop) -> int:
     assert carry.added is not None
     before, inside = (*kernel.body[:-1], carry.init), [x for x in walk((s.body, carry.added)) if isinstance(x, Load)]
     items, points = {x.buffer.dtype.itemsize for x in inside}, math.prod(n for _, n in kernel.grid)
-    size = max(1, BESIDE_BYTES // max(items)) if len(items) == 1 and column not in walk(before) else 1
+    beside = LONG_LANE if items == {4} and extent * 4 >= LONG_ROW else LANE_BYTES
+    size = max(1, beside // max(items)) if len(items) == 1 and column not in walk(before) else 1
     while size > 1:
         whole = extent % size == 0 and {*map(id, inside)} == {id(x) for x in loads(s.body, (carry.added,), column, size)}
         if whole and (points % (size * WARP) == 0 or points >= FEW_WARPS * size * WARP):

@@ -13,7 +13,7 @@ from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.peel import HEAD, LEAST, ORIGIN
 from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.rows import expr_key
-from rlx.backends.cuda.schedule import Launch
+from rlx.backends.cuda.schedule import MULTIPROCESSORS, Launch
 from rlx.backends.cuda.vectors import BYTES, width
 from rlx.ir.dtype import DType
 from rlx.ir.kernel import Buffer, Expr, Grid, Kernel, Let, Load, Stmt, Store, Var, coefficient, const, k, walk
@@ -21,7 +21,8 @@ from rlx.ir.nest import substitute
 from rlx.records import record
 
 SIDES = (64, 32)  # of a tile, the largest that fits first
-LENGTHS = (256, 128, 64)  # of a tile of rows that begin anywhere, the longest that fits first
+LENGTHS = (256, 128)  # of a tile of rows that begin anywhere, the longest that fits first
+ENOUGH = 2 * MULTIPROCESSORS  # such tiles: of smaller tensors, more of the others are on their way at once
 SECTOR, LINE = 32, 128  # bytes of memory that are written together, and that threads of a warp read of a row
 NEAR = 8  # lanes that store adjacent vectors of a row that begins anywhere; the others have other rows
 LOADS, WORDS = 16, 40  # of a thread at once, at most, and registers of them
@@ -105,21 +106,20 @@ def in_tiles(at: Launch) -> Launch:
     across = found.most_common(1)[0][0]
     (down, tall), (along, wide) = kernel.grid[across], kernel.grid[-1]
     staged = tuple(x for x in strided if coefficient(x.index, down) == 1)
-    shift = _shifted(kernel, staged)
-    for side in LENGTHS if shift else SIDES:
-        most = LINE // max(x.buffer.dtype.itemsize for x in staged) if shift else side
+    shift, item = _shifted(kernel, staged, across), max(x.buffer.dtype.itemsize for x in staged)
+    for side, moved in [*((n, shift) for n in LENGTHS if shift), *((n, None) for n in SIDES)]:
+        most, size = (LINE // item, moved.size) if moved else (side, width(kernel.body, (), along, wide))
         rows, columns = (min(n, 1 << (extent - 1).bit_length()) for n, extent in ((most, tall), (side, wide)))
-        size = shift.size if shift else width(kernel.body, (), along, wide)
-        sides = {"vector": size, "across": across, "rows": rows, "columns": columns}
-        found = TileLaunch(kernel, 1, at.threads, staged=staged, shift=shift, **sides)
+        sides = {"vector": size, "across": across, "rows": rows, "columns": columns, "shift": moved}
+        found = TileLaunch(kernel, 1, at.threads, staged=staged, **sides)
         fits = sum(found.tile_size(x.buffer.dtype) * x.buffer.dtype.itemsize for x in staged) <= STATIC_BYTES
-        if fits and min(rows, columns) >= LEAST_SIDE:
+        if fits and min(rows, columns) >= LEAST_SIDE and (not moved or found.blocks >= ENOUGH):
             return found
     return at
 
 
-def _shifted(kernel: Kernel, staged: tuple[Load, ...]) -> Shift | None:
-    """None: rows of results are short, or in vectors without more ado."""
+def _shifted(kernel: Kernel, staged: tuple[Load, ...], across: int) -> Shift | None:
+    """None: rows of results are short, or in vectors without more ado, or loads are not, which then take longer than stores."""
     (var, extent), inside = kernel.grid[-1], list(walk(kernel.body))
     touched = [x for x in inside if isinstance(x, Load | Store) and coefficient(x.index, var) == 1]
     stored = [x for x in touched if isinstance(x, Store)]
@@ -130,7 +130,8 @@ def _shifted(kernel: Kernel, staged: tuple[Load, ...]) -> Shift | None:
     start, items = substitute(stored[0].index, {var: const(0)}), [x.buffer.dtype.itemsize for x in same]
     size = BYTES // max(items)
     known = {v for v, _ in kernel.grid}.issuperset(x for x in walk(start) if isinstance(x, Var | Load))
-    if not known or size == 1 or width(kernel.body, (), var, extent) >= size:
+    read = all(width((), (x,), *kernel.grid[across]) * x.buffer.dtype.itemsize >= BYTES for x in staged)
+    if not known or not read or size == 1 or width(kernel.body, (), var, extent) >= size:
         return None
     memo: dict[int, Expr] = {id(x.index): k.add(k.mul(ORIGIN, size), var) for x in same} | {id(x): x for x in staged}
     body = substitute(kernel.body, {var: k.add(HEAD, var)}, memo)
@@ -189,14 +190,16 @@ class TileTransposer(CudaWriter):
         self.line(f"const rlx_index {row} = {row}_first + {place}, {first} = {self.x}_first + near * {size};")
         if at.down[1] % at.rows:
             self.line(f"if ({row} >= {at.down[1]}) continue;")
-        self.line(f"const rlx_index start = {self.value(s.start)}, head = -(start & {s.most - 1}), origin = (start + head) / {size};")
+        self.line(f"const rlx_index start = {self.value(s.start)}, head = -(start & {s.most - 1});")
+        self.line(f"const rlx_index origin = (start + head) / {size};")
         self.names[HEAD], self.names[ORIGIN] = "head", "origin"
         self.point_into_tiles(f"near * {size} + head + {s.most}")
         with self.scope([f"if ({first} + head >= 0 && {first} + head <= {extent - size}) {{"]):
             self.in_vectors(s.body, (), var, size, first)
         self.names[var] = name = self.fresh("i")
         inside = f"{name} < {first} + {size} && {name} + head < {extent}"
-        with self.scope(["else {", "#pragma unroll 1", f"for (rlx_index {name} = max({first}, -head); {inside}; {name}++) {{"], 2):
+        loop = f"for (rlx_index {name} = max({first}, -head); {inside}; {name}++) {{"
+        with self.scope(["else {", "#pragma unroll 1", loop], 2):
             self.block(s.body)
 
     def point_into_tiles(self, line: str) -> None:
@@ -226,34 +229,27 @@ class TileTransposer(CudaWriter):
             self.line(f"if ({' || '.join(outside)}) continue;")
 
     def stage(self, x: Load) -> None:
-        """Load a tile, adjacent threads along `across`; lines of the tile have equal last coordinates."""
+        """Load a tile, adjacent threads along `across`; lines of the tile have equal last coordinates. A thread issues some loads
+        before it waits for the first."""
         at, tile, row, column, element = self.launch, self.fresh("s"), self.y, self.x, CUDA.element(x.buffer.dtype)
-        size, (line, more) = width((), (x,), *at.down), at.pitch(x.buffer.dtype)
-        size = math.gcd(size, at.rows)
+        (line, more), size = at.pitch(x.buffer.dtype), math.gcd(width((), (x,), *at.down), at.rows)
         each, count = at.rows // size, at.rows * at.tall // size
         turns = -(-count // at.threads)
-        most = min(LOADS, WORDS // max(1, size * x.buffer.dtype.itemsize // 4))
-        times = -(-turns // most)
-        turns = -(-turns // times)
+        times = -(-turns // min(LOADS, WORDS // max(1, size * x.buffer.dtype.itemsize // 4)))
+        turns, first = -(-turns // times), f"t * {-(-turns // times)} + " if times > 1 else ""
         self.line(f"__shared__ __align__({BYTES}) {element} {tile}[{at.tile_size(x.buffer.dtype)}];")
-        guard = "" if x.guard is None else f"if ({self.value(x.guard)}) "
-        first = f"t * {turns} + " if times > 1 else ""
-        head = ["#pragma unroll 1", f"for (int t = 0; t < {times}; t++) {{"] if times > 1 else ["{"]
-        with self.scope(head):
+        with self.scope(["#pragma unroll 1", f"for (int t = 0; t < {times}; t++) {{"] if times > 1 else ["{"]):
             self.line(f"{element} got[{turns}][{size}]{' = {}' * (x.guard is not None)};")
             with self.each_of(count, turns, first):
-                before = f" - {at.ahead}" * bool(at.ahead)
-                self.line(f"const rlx_index {row} = {row}_first + e % {each} * {size}, {column} = {column}_first{before} + e / {each};")
+                self.line(f"const rlx_index {row} = {row}_first + e % {each} * {size};")
+                self.line(f"const rlx_index {column} = {column}_first{f' - {at.ahead}' * bool(at.ahead)} + e / {each};")
                 self.stop_outside(row, column)
                 guard = "" if x.guard is None else f"if ({self.value(x.guard)}) "
                 self.line(f"{guard}rlx_fetch<{size}>(got[n], {self.names[x.buffer]} + {self.value(x.index)});")
             with self.each_of(count, turns, first):
                 to = f"{tile} + e / {each} * {line}{f' + e / {each * at.vector} * {more}' * bool(more)} + e % {each} * {size}"
-                if line % size == more % size == 0:
-                    self.line(f"rlx_put<{size}>({to}, got[n]);")
-                else:
-                    self.line("#pragma unroll")
-                    self.line(f"for (int v = 0; v < {size}; v++) ({to})[v] = got[n][v];")
+                one = f"for (int v = 0; v < {size}; v++) ({to})[v] = got[n][v];"
+                self.line(f"rlx_put<{size}>({to}, got[n]);" if line % size == more % size == 0 else one)
         self.places[id(x)] = tile
 
     def load(self, e: Load) -> str:
