@@ -30,6 +30,7 @@ from rlx.backends.cuda.render import CudaWriter, arguments_of
 from rlx.backends.cuda.rows import recomputed
 from rlx.backends.cuda.scatter import ScatterLaunch
 from rlx.backends.cuda.schedule import COLUMN_BYTES, Launch
+from rlx.backends.cuda.select import SelectLaunch
 from rlx.backends.cuda.sorts import SortLaunch
 from rlx.backends.cuda.staged import StagedLaunch
 from rlx.backends.cuda.tensor import TILINGS, TensorLaunch, Tiling, on_tensor_cores
@@ -568,6 +569,30 @@ def test_rows_are_stored_before_their_cast_and_read_so():
 
     (product,) = [kernel for kernel in kernels(graph(build)) if "matmul" in kernel.origin]
     assert [b.dtype.name for b in product.buffers if b.writable] == ["bf16"]
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("dims, dtype", [((2, 1_048_603), "f32"), (((1 << 19) + 40,), "i64"), (((1 << 20) + 16,), "i16")])
+def test_top_k_of_longer_rows_is_divided(dims, dtype, largest):
+    """Also where the first ones are behind all parts, or too few numbers for k are finite."""
+    g, kind = rlx.Graph("g"), rlx.as_dtype(dtype)
+    g.set_outputs(list(rlx.top_k(g.input("x", dims, dtype), k=7, largest=largest)))
+    made = legalise(g, Compilation(HOPPER, rlx.CompileOptions()))
+    assert len(made.nodes()) > len(g.nodes())
+    x = np.random.default_rng(0).integers(-9, 9, dims).astype(kind.numpy)  # many ties
+    x[..., -2:] = 20 if largest else -20
+    if kind.is_float:
+        x[0], x[0, 77777::300_000], x[1, ::100_000] = -np.inf if largest else np.nan, 3, np.nan
+    for found, wanted in zip(evaluate(made, {"x": x})[0], evaluate(g, {"x": x})[0], strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("dims, dtype", [((1 << 24,), "f32"), ((3, 3_000_001), "bf16"), ((99, 600_000), "i64"), ((2**30,), "u8")])
+@pytest.mark.parametrize("kept", [1, 512])
+def test_long_rows_are_not_sorted_for_a_few_elements(dims, dtype, kept):
+    found = [launch_of(x, "sm_90a") for x in kernels(graph(lambda g: rlx.top_k(g.input("x", dims, dtype), k=kept)[1]))]
+    sorts = [x for x in found if isinstance(x, SortLaunch)]
+    assert len(sorts) > 1 and all(isinstance(x, SelectLaunch) or x.sort.n < 8192 for x in sorts)
 
 
 @pytest.mark.parametrize("op", [rlx.softmax, rlx.log_softmax])

@@ -373,6 +373,18 @@ def test_selected_elements_are_the_first_of_a_sort(dtype, dims, kept):
             assert (np.signbit(values.astype(np.float64)) == np.signbit(wanted))[wanted == wanted].all()
 
 
+@on_gpu
+@pytest.mark.parametrize("dims, dtype, kept", [((2, 1_100_003), "f32", 50), ((1 << 21,), "bf16", 999), ((70, 300_000), "f64", 8)])
+def test_long_rows_have_the_first_elements_of_a_sort(dims, dtype, kept):
+    """Rows that are divided, and some whose blocks take more room."""
+    g = rlx.Graph("g")
+    g.set_outputs(list(rlx.top_k(g.input("x", dims, dtype), k=kept)))
+    x = (np.random.default_rng(0).standard_normal(dims, np.float32) * 40).astype(rlx.as_dtype(dtype).numpy)
+    x[..., -1], x[..., 5] = 1000, np.inf
+    for found, wanted in zip(rlx.Session("cuda").compile(g).run({"x": x}), evaluate(g, {"x": x})[0], strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
 def sampled(groups, starts):
     """Where the groups of the first sample begin, as in select.h."""
     n, low = np.arange(groups, dtype=np.uint64), np.uint64(0xFFFFFFFF)

@@ -327,7 +327,7 @@ def test_longer_rows_are_sorted_by_digits(name):
 SELECTED = {  # of each: blocks of a row, threads of a block, keys of a thread, elements in a vector
     "vocabulary": ((1, 151_936), "f32", 50, 37, 512, 4, 4), "odd rows": ((64, 50_257), "bf16", 8, 2, 512, 4, 1),
     "many rows": ((1334, 50_304), "bf16", 1024, 1, 512, 8, 8), "short": ((4096, 4096), "f64", 50, 1, 128, 4, 2),
-    "a very long one": ((4_000_000,), "i32", 50, 132, 512, 8, 4),
+    "a very long one": ((1_000_000,), "i32", 512, 132, 512, 8, 4), "long ones": ((100, 400_000), "f64", 512, 1, 512, 4, 2),
 }  # fmt: skip
 
 

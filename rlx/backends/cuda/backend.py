@@ -204,7 +204,7 @@ def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
         status_late=True, widens=frozenset(f"{a} {b}" for a in ("f16", "bf16") for b in ("f8e4m3", "f8e5m2")),
         part_columns=PART if arch == "sm_90a" else 0, column_bytes=COLUMN_BYTES, schedule=scatter.scheduled,
         splits={
-            "attention": splits.attention, "conv": direct.split, "softmax": softmax,
+            "attention": splits.attention, "conv": direct.split, "top_k": splits.top_k, "softmax": softmax,
             "log_softmax": softmax, "variance": variances.split,
         },
     )  # fmt: skip

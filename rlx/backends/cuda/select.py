@@ -16,7 +16,8 @@ MOST, MOST_NARROW = 1 / 5, 1 / 8  # of a row's elements that are kept; the latte
 GROUPS, SPANS = tuple(1 << n for n in range(7, 14)), (1, 2, 4, 8)  # of a sample; elements of a group
 ELEMENT = 2  # times as long as a comparison of two keys in a sort takes an element of a sample
 FAR = 4.3  # deviations of a Poisson distribution: with what is added there, one in 100,000 is further away
-ROOM, MORE_ROOM = 48 << 10, 128 << 10  # bytes of keys in shared memory of a block; of the blocks of few rows
+ROOM, MORE_ROOM = 48 << 10, 128 << 10  # bytes of keys in shared memory of a block; of the blocks of few, or of long rows
+RARE = 1 / 32  # of a long row's elements that are kept where its block takes more room
 FEW, MANY, SHORT = 128, 512, 16_384  # threads of a block, for rows of at most and more than SHORT elements
 EACH, MORE = 4, 8  # keys of a thread in registers; the latter if they are more than all threads have, and of 32 bits
 RESIDENT, FEWER = 1536, 1024  # threads of a multiprocessor; the latter if their keys take more than 16 bytes
@@ -47,8 +48,9 @@ def selected(kernel: Kernel, most: int, multiprocessors: int) -> SelectLaunch | 
     parts = max(1, min(multiprocessors // max(1, rows), n // PART_LEAST))
     part = -(-n // (parts * size)) * size
     parts = -(-n // part)
-    plan = _plan(n, sort.kept, min(most, ROOM if parts == 1 else MORE_ROOM) * 8 // (9 * key))
-    if not plan:
+    rooms = [ROOM] * (parts == 1) + [MORE_ROOM] * (parts > 1 or (n > SHORT and sort.kept <= n * RARE))
+    plans = (_plan(n, sort.kept, min(most, room) * 8 // (9 * key)) for room in rooms)
+    if not (plan := next(filter(None, plans), None)):
         return None
     groups, span, rank, room = plan
     each = MORE if key == 8 and max(groups, rank * n / (groups * span)) > threads * EACH else EACH

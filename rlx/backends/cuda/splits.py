@@ -1,4 +1,4 @@
-"""Ops rewritten as others that suit the GPU: softmax down long columns, attention with narrow queries."""
+"""Ops rewritten as others that suit the GPU: softmax down long columns, top-k of long rows, attention with narrow queries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import rlx.ir.ops as ops
 from rlx.backends.cuda.attention import FEW_ROWS, NARROW
 from rlx.backends.cuda.schedule import CLUSTER, COLUMN_BYTES, MORE_REGISTERS, PART_THREADS, PART_WARPS, PARTS, REGISTERS
 from rlx.backends.cuda.strips import keeps
-from rlx.ir.dtype import DType, f32
+from rlx.ir.dtype import DType, f32, i64
 from rlx.ir.graph import Node, Value
 from rlx.ir.ops.rules import axis_of
 from rlx.ir.ops.view import transposed_axes
@@ -17,6 +17,8 @@ LONG, LARGE = 1 << 16, 1 << 22  # elements from which a softmax of columns that 
 SHORT = CLUSTER * PART_WARPS * REGISTERS  # rows that a cluster of blocks keeps
 LONGEST, PART = PARTS[-1] * PART_THREADS * MORE_REGISTERS, 8192  # elements of a row that blocks keep; of a part of a longer one
 NEAR = 128  # rows of a part of columns: those that a multiprocessor works on stay in its cache
+WHOLE, SELECTED = 4 << 20, 1 << 18  # bytes of keys of a row of which one sample is taken; elements of a part of a longer one
+MOST_KEPT = 1024  # elements that such a row keeps, at most
 
 
 def softmax(strips: int, node: Node) -> Value | None:
@@ -68,6 +70,28 @@ def _softened(rows: Value, weights: Value | float = 1.0) -> tuple[Value, Value]:
     return most, ops.sum(ops.exp(rows - base) * weights, axis=(-1,), keepdims=True)
 
 
+def top_k(node: Node) -> tuple[Value, ...] | None:
+    """The top k of the top k of a row's parts and of the few elements behind them: a sample of all would be large, or leave too many
+    elements to sort. None: the row is shorter."""
+    (x,), k, largest = node.inputs, node.attrs.k, node.attrs.largest  # type: ignore[union-attr]
+    *outer, length = x.shape.static
+    if length * max(4, x.dtype.compute.itemsize) <= WHOLE or not 0 < k <= MOST_KEPT or 0 in outer:
+        return None
+    rows, parts = math.prod(outer), -(-length // SELECTED)
+    size = length // (8 * parts) * 8  # for vectors
+    whole, x = parts * size, x.reshape(rows, length)
+    values, places = ops.top_k(x[:, :whole].reshape(rows, parts, size), k=k, largest=largest)
+    places = places + ops.iota((parts, 1), axis=0, dtype=i64) * size
+    rest = ops.iota((rows, length - whole), axis=1, dtype=i64) + whole
+    values, places = (
+        ops.concat(v.reshape(rows, parts * k), last, axis=1) if length > whole else v.reshape(rows, parts * k)
+        for v, last in ((values, x[:, whole:]), (places, rest))
+    )
+    best, chosen = ops.top_k(values, k=k, largest=largest)
+    at = chosen + ops.iota((rows, 1), axis=0, dtype=i64) * places.shape.static[1]
+    return best.reshape(*outer, k), ops.gather(places.reshape(-1), at).reshape(*outer, k)
+
+
 def attention(node: Node) -> Value | None:
     """Many f32 queries are rounded to the dtype of narrower keys and values, which is that of the tensor cores."""
     q, k, v = node.inputs[:3]
@@ -88,4 +112,4 @@ def _rounded(value: Value, dtype: DType) -> Value:
     return value.transpose(*back).astype(dtype).transpose(*axes)
 
 
-__all__ = ["attention", "softmax"]
+__all__ = ["attention", "softmax", "top_k"]
