@@ -71,8 +71,8 @@ def _softened(rows: Value, weights: Value | float = 1.0) -> tuple[Value, Value]:
 
 
 def top_k(node: Node) -> tuple[Value, ...] | None:
-    """The top k of the top k of a row's parts and of the few elements behind them: a sample of all would be large, or leave too many
-    elements to sort. None: the row is shorter."""
+    """The top k of the top k of a row's parts and of the few elements behind them, since a sample of all would be large, or
+    leave too many elements to sort. None: the row is shorter."""
     (x,), k, largest = node.inputs, node.attrs.k, node.attrs.largest  # type: ignore[union-attr]
     *outer, length = x.shape.static
     if length * max(4, x.dtype.compute.itemsize) <= WHOLE or not 0 < k <= MOST_KEPT or 0 in outer:
