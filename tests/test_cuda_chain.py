@@ -187,6 +187,21 @@ def test_a_gpu_with_fewer_multiprocessors_refuses_it(driver):
         backend.load(replace(artifact, coded={**artifact.coded, "steps": whole}))
 
 
+def test_a_gpu_that_runs_no_cluster_of_so_many_blocks_refuses_it(driver):
+    """Only clusters of more than 8 blocks need to be allowed, and may have no room on a part of a GPU."""
+    g = rlx.Graph("g")
+    g.set_outputs([g.input("x", (8,), "f32") * 2.0])
+    backend, name = CudaBackend(), "CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED"
+    artifact = backend.compile(lower(g, HOPPER, rlx.CompileOptions()))
+    for blocks, clusters in ((8, 0), (16, 8)):
+        driver.most_clusters, driver.clusters = clusters, {c.name: blocks for c in artifact.coded["steps"]}
+        backend.load(artifact)
+        assert [v for (_, attribute), v in driver.attributes.items() if attribute == name] == [1] * (blocks > 8)
+    driver.most_clusters = 0
+    with pytest.raises(DeviceUnavailableError, match="no room for a cluster of the blocks of .*: compile it for this GPU"):
+        backend.load(artifact)
+
+
 def test_blocks_are_pairs_where_their_number_is_even():
     program = decoder(SMALL | FAMILIES["llama"])
     for count, pairs in ((114, True), (131, False)):

@@ -29,7 +29,7 @@ from rlx.backends.cuda.code import (
 )
 from rlx.backends.cuda.executable import LAUNCHED, THREADS_EACH, CudaArtifact, CudaExecutable, alone, spaced
 from rlx.backends.cuda.gemv import MOST_ROWS
-from rlx.backends.cuda.gpu import Functions, count, gpu, refusal
+from rlx.backends.cuda.gpu import PORTABLE, Functions, count, gpu, refusal
 from rlx.backends.cuda.memory import CudaMemory
 from rlx.backends.cuda.schedule import ALONE, COLUMN_BYTES, LONG, MULTIPROCESSORS
 from rlx.backends.cuda.staging import ShortReads
@@ -169,9 +169,16 @@ class CudaBackend:
                     f"{artifact.program.name}: its blocks wait for one another, {code.waiting} of them, and "
                     f"{memory.gpu.title} runs {room} at once: compile it for this GPU"
                 )
-        for code in (c for c in run if c.table):
+        for code in {(c.name, c.shared, c.blocks): c for c in run if c.name in functions}.values():
+            if not code.table and memory.gpu.width(functions[code.name]) <= PORTABLE:
+                continue
             room = memory.gpu.in_clusters(functions[code.name], code.threads, code.shared)
-            if room is not None and room < code.blocks:
+            if room == 0:
+                raise DeviceUnavailableError(
+                    f"{artifact.program.name}: {memory.gpu.title} has no room for a cluster of the blocks of {code.name}: "
+                    f"compile it for this GPU, or use a whole one"
+                )
+            if code.table and room is not None and room < code.blocks:
                 raise DeviceUnavailableError(
                     f"{artifact.program.name}: its blocks wait for one another, {code.blocks} of them in pairs, and "
                     f"{memory.gpu.title} runs {room} at once: use a whole GPU, none of whose multiprocessors others have"

@@ -23,6 +23,7 @@ from rlx.errors import DeviceError, DeviceUnavailableError, OutOfMemoryError
 from rlx.ir.dtype import as_dtype
 
 OLDEST = 80  # compute capability 8.0: bf16, asynchronous copies
+PORTABLE = 8  # blocks of a cluster, at most, that every GPU with clusters runs
 PAUSE = 20e-6  # seconds between two looks at a GPU that is at work
 FEWEST = 16  # multiprocessors
 EVENT_WITHOUT_TIME = 2  # CU_EVENT_DISABLE_TIMING
@@ -381,17 +382,21 @@ class Gpu:
         wanted = {names.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: 100} if carved else {}
         if shared:  # with the static shared memory of the kernel, even less than 48 KB may exceed the default limit of a launch
             wanted[names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES] = shared
-            # clusters may have 16 blocks
-            wanted |= {names.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED: 1} if self.capability >= 90 else {}
+        if self.capability >= 90 and self.width(found) > PORTABLE:
+            wanted[names.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED] = 1
         for attribute, value in wanted.items():
             check(self.driver.cuFuncSetAttribute(found, attribute, value), f"loading {name}")
         return found
 
+    def width(self, function: Any) -> int:
+        """Blocks of its clusters; less than 2: it has none."""
+        wanted = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH
+        return check(self.driver.cuFuncGetAttribute(wanted, function), "looking for the clusters of a kernel")
+
     def in_clusters(self, function: Any, threads: int, shared: int) -> int | None:
         """Blocks that run at once of a kernel whose blocks are clusters; None: they are not."""
         d, doing = self.driver, "looking for room for a kernel"
-        width = check(d.cuFuncGetAttribute(d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH, function), doing)
-        if width < 2:
+        if (width := self.width(function)) < 2:
             return None
         config, attribute = self._config(width, threads, shared), d.CUlaunchAttribute()
         attribute.id, size = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, attribute.value.clusterDim
