@@ -112,3 +112,17 @@ def test_a_product_that_is_stored_in_parts_is_at_no_place_of_its_own() -> None:
     assert not any("reshape" in s.kernel.origin for s in compiled.program().steps), "the product is stored in parts"
     assert product not in compiled._origins_of().places
     assert verify(g, lambda name: np.empty(0), given, session=session).difference is None
+
+
+def test_a_part_that_reads_nodes_of_its_group_through_a_view_takes_them_along() -> None:
+    """The part and what it reads became two groups, and nothing computed the second."""
+    g = Graph("viewed")
+    x = g.input("x", (4, 8), "f32")
+    first, updated = rlx.relu(x), rlx.update_rows(x, (x * 2)[:2], constant(1, "i32"))
+    g.set_outputs([concat(first, updated), concat(first, x)])
+    array = np.random.default_rng(3).standard_normal((4, 8), np.float32)
+    compiled = rlx.Session("cpu").compile(g)
+    assert compiled.program().steps[-1].kernel.origin == ("concat",), "the first concat is written by the kernels of its parts"
+    positive, rows = np.maximum(array, 0), np.concatenate([array[:1], array[:2] * 2, array[3:]])
+    for found, wanted in zip(compiled.run({"x": array}), ([positive, rows], [positive, array])):
+        assert (found == np.concatenate(wanted)).all()

@@ -147,12 +147,14 @@ def _nodes(group: Group) -> Iterator[Node]:
 
 
 def _inside(group: Group, value: Value) -> dict[Node, None]:
-    """The nodes of the group on which a value depends, operands first."""
+    """The nodes of the group on which a value depends, also through views, which are no part of a group; operands first."""
     found, todo = set[Node](), [value.node]
     while todo:
         node = todo.pop()
         if node in group.forms and node not in found:
             found.add(node)
+            todo += [v.node for v in node.inputs]
+        elif node.op.kind is Kind.VIEW and node not in found:
             todo += [v.node for v in node.inputs]
     return {n: None for n in group.forms if n in found}
 
