@@ -240,3 +240,23 @@ def test_several_reductions_compute_an_operand_once() -> None:
 
     made = kernels(build, (64, 64, 500))
     assert sum("tanh" in name for name, _ in made) == 1 and all(set(large.values()) <= {"bf16"} for _, large in made)
+
+
+def test_equal_results_of_one_element_each_are_one_value() -> None:
+    """A reduction over dims of 1 leaves its elements as they are. Two values of one computation, prepared from a param, would be
+    one buffer, which no kernel may write twice."""
+
+    def kept(y: rlx.Value) -> list[rlx.Value]:
+        return [rlx.concat(y, y, rlx.prod(y, axis=0, keepdims=True), axis=0)]
+
+    def dropped(y: rlx.Value) -> list[rlx.Value]:
+        a, b = rlx.sum(y, axis=0), rlx.max(y, axis=0)
+        return [rlx.concat(a, a, b, axis=0), rlx.sort(b)[0], y]
+
+    for make, wanted in ((kept, ([[1, 2, 0]] * 3,)), (dropped, ([1, 2, 0] * 3, [0, 1, 2], [[1, 2, 0]]))):
+        g = rlx.Graph("ones")
+        g.set_outputs(make(rlx.cast(rlx.abs(g.param("x", (1, 3), rlx.bf16)), dtype=rlx.f32)))
+        c = rlx.compile(g)
+        c.set_param("x", np.array([[1, -2, 0]], rlx.bf16.numpy))
+        assert [a.tolist() for a in c.run({})] == list(wanted)
+        assert str(c.program()).count("  cast(") <= 1

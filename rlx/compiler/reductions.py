@@ -73,6 +73,7 @@ def reductions(graph: Graph, compilation: Compilation) -> Graph:
 
     target, whole = compilation.target, set[Node]()  # new reductions that are in one step
     alone: set[Node] = set()  # new nodes whose original had one reader
+    same: dict[tuple[Value, tuple[int, ...]], Value] = {}  # results of one element each, so that equal ones are one node
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         kept = keep(node, inputs)
@@ -81,11 +82,12 @@ def reductions(graph: Graph, compilation: Compilation) -> Graph:
         if node.op.kind is not Kind.REDUCE:
             return kept
         only_reader = len(readers[node.inputs[0]]) == 1 and not (target.few_kernels and _reads_results(kept[0].node, whole))
-        made = _in_steps(kept[0].node, only_reader, alone, target, apart(node), lambda: along_rows(node))
+        made = _in_steps(kept[0].node, only_reader, alone, same, target, apart(node), lambda: along_rows(node))
         if made is None:
             whole.add(kept[0].node)
             return kept
-        if made is kept[0].node.inputs[0]:
+        source = kept[0].node.inputs[0]
+        if made is source or made is same.get((source, made.shape.static)):
             return (made,)
         return (replace(made.node, name=node.name, source=node.source).results[0],)
 
@@ -107,7 +109,13 @@ def _reads_results(node: Node, whole: set[Node]) -> bool:
 
 
 def _in_steps(
-    node: Node, only_reader: bool, alone: set[Node], target: Target, apart: bool, along_rows: Callable[[], bool]
+    node: Node,
+    only_reader: bool,
+    alone: set[Node],
+    same: dict[tuple[Value, tuple[int, ...]], Value],
+    target: Target,
+    apart: bool,
+    along_rows: Callable[[], bool],
 ) -> Value | None:
     """The result of a reduction in several simpler nodes; None if it needs no change."""
     source, result = node.inputs[0], node.shapes[0]
@@ -116,7 +124,7 @@ def _in_steps(
     runs = [(reduced, math.prod(d for _, d in run)) for reduced, run in groupby(real, key=lambda x: x[0])]
     todo = [i for i, (reduced, _) in enumerate(runs) if reduced]
     if not todo and 0 not in dims:  # each result is one element
-        return _as(_reshaped(source, result.static, alone, {}), result.dtype)
+        return _as(source if dims == result.static else _reshaped(source, result.static, alone, same), result.dtype)
     # rows of less than a cache line of f32 get no reduction of their own; where results are few for many threads, they come last
     short = len(todo) > 1 and todo[-1] == len(runs) - 1 and runs[-1][1] < target.line_bytes // 4
     if 0 in dims or (short and FEW_RESULTS * math.prod(d for reduced, d in runs if not reduced) >= target.threads):
