@@ -16,6 +16,7 @@ from rlx.errors import AttributeValueError, BindingError, DTypeError, GraphError
 
 F = np.float32
 SURE = rlx.models.Sampling()
+QKV = [rlx.zeros((1, 1, 2, 4))] * 3
 X, W, STATE = np.ones((2, 4), F), np.ones((4, 3), F), np.zeros((2, 3), F)
 
 
@@ -246,8 +247,26 @@ def test_what_load_took_or_failed_on(how: dict[str, Any], wanted: str, tmp_path:
     (lambda: rlx.repeat(rlx.zeros(2), 2, "a"), AttributeValueError, "axis is a whole number, got 'a'"),
     (lambda: rlx.tril("x"), DTypeError, "<U1"),
     (lambda: rlx.zeros(2, rlx.zeros(2)), DTypeError, "is not a dtype"),
-    (lambda: rlx.space_to_depth(rlx.zeros(2), 2), GraphError, "dim number 1, which is missing, of .* must be known"),
+    (lambda: rlx.space_to_depth(rlx.zeros(2), 2), ShapeError, r"an image is \[batch, channels, height, width\], got"),
+    (lambda: rlx.depth_to_space(rlx.zeros((4, 2)), 2), ShapeError, r"an image is \[batch, channels, height, width\], got"),
+    (lambda: rlx.depth_to_space(rlx.zeros((1, 4, 1, 1)), 0), AttributeValueError, "block is a whole number of at least 1, got 0"),
     (lambda: rlx.depth_to_space(rlx.zeros((1, 4, 1, 1)), [2]), AttributeValueError, r"block is a whole number, got \[2\]"),
+    (lambda: rlx.roll(rlx.zeros((2, 3, 4)), (1, 2), (0, 1, 2)), AttributeValueError, "shifts of roll: 2 for 3 axes"),
+    (lambda: rlx.center_crop_pad(rlx.zeros((2, 3)), (1, 1, 1)), AttributeValueError, "dims of center_crop_pad: 3 for 2 axes"),
+    (lambda: rlx.resize(rlx.zeros((2, 3)), (4,)), AttributeValueError, "dims of resize: 1 for 2 axes"),
+    (lambda: rlx.resize(rlx.zeros((2, 3)), (4, 6), scales=(2,)), AttributeValueError, "scales of resize: 1 for 2 axes"),
+    (lambda: rlx.resize(rlx.zeros((2, 3)), (4, 6), coordinates=[2]), AttributeValueError, "coordinates is one of"),
+    (lambda: rlx.tensordot(rlx.zeros(2), rlx.zeros((2, 2)), 2), AttributeValueError, "axis -2 of .* has 1 dims"),
+    (lambda: rlx.tensordot(rlx.zeros((2, 2)), rlx.zeros((2, 2)), ([0, 1], [0])), AttributeValueError, "two sequences"),
+    (lambda: rlx.tensordot(rlx.zeros((2, 2)), rlx.zeros((2, 2)), ([0, 0], [0, 1])), AttributeValueError, "different axes"),
+    (lambda: rlx.nonzero(rlx.zeros(3), size=2.5), AttributeValueError, "size is a whole number of at least 0, got 2.5"),
+    (lambda: rlx.cond(True, rlx.zeros(2), rlx.zeros(2)), AttributeValueError, "cond: then_branch is a function of values"),
+    (lambda: rlx.scan(rlx.zeros(2), 1), AttributeValueError, "scan: body is a function of values, got Value"),
+    (lambda: rlx.shrink(rlx.zeros(2), "x"), AttributeValueError, "shrink: threshold is a number, got str 'x'"),
+    (lambda: rlx.cosine_window(4, 0.5), AttributeValueError, "coefficients is a sequence, got float 0.5"),
+    (lambda: rlx.attention(*QKV, mask=np.ones((2, 2))), AttributeValueError, "attribute mask of attention takes"),
+    (lambda: rlx.attention(*QKV, mask=rlx.zeros(2)), AttributeValueError, "attribute mask of attention takes"),
+    (lambda: rlx.ones(np.array(2.5)), ShapeError, "a dim is an int or a name, got"),
     (lambda: rlx.stack(2), GraphError, "stack takes a sequence of values; got int 2"),
     (lambda: rlx.einsum(2, rlx.zeros(2)), GraphError, "the subscripts of einsum are text, got 2"),
     (lambda: rlx.BucketedCompileCache(rows(), "n", b"x"), OptionError, "a ladder is sizes; got bytes"),
@@ -288,3 +307,14 @@ def test_masked_arrays_are_refused() -> None:
             call()
             raise AssertionError(number)
     np.testing.assert_array_equal(c(masked.filled(3)), [1, 3, 1, 1])
+
+
+def test_sizes_that_numpy_takes() -> None:
+    """Numbers and arrays without dims as dims; axes of numpy's numbers; dims beyond 63 bits."""
+    g = rlx.Graph("sizes")
+    assert rlx.ones(np.int64(3)).dims == rlx.ones(np.array(3)).dims == g.input("x", np.int32(3), "f32").dims == (3,)
+    x, y = np.arange(12, dtype=F).reshape(3, 4), np.arange(8, dtype=F).reshape(4, 2)
+    found = rlx.jit(lambda x, y: (rlx.tensordot(x, y, np.int64(1)), rlx.tensordot(x, y, (1, 0))))(x, y)
+    for a, b in zip(found, (x @ y, x @ y)):
+        assert (a == b).all()
+    assert rlx.slice(g.input("large", 2**65, "i8"), starts=1, stops=2**64).dims == (2**64 - 1,)

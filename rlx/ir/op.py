@@ -21,7 +21,7 @@ from rlx.ir.attrs import Attrs, attribute_types
 from rlx.ir.dtype import DType, as_dtype
 from rlx.ir.kernel import Expr, Loops
 from rlx.ir.layout import Layout, TiledLayout
-from rlx.ir.shape import Dim, DimLike, Shape, as_dim
+from rlx.ir.shape import DimLike, Shape, as_dim, is_one
 from rlx.records import record
 
 
@@ -50,9 +50,10 @@ def as_ints(x: Any) -> tuple[int, ...]:
 
 def as_dims(x: Any) -> tuple[DimLike, ...]:
     """Dims from an int, a name, or a sequence of them. Shape refuses negative ones; reshape takes a -1."""
-    if not isinstance(x, (int, str, Dim, Iterable)):
+    dims = (x,) if is_one(x) else x
+    if not isinstance(dims, Iterable):
         raise AttributeValueError(f"dims are ints and names, or one of them, got {x!r}")
-    return tuple(d if isinstance(d, int) else as_dim(d) for d in ((x,) if isinstance(x, (int, str, Dim)) else x))
+    return tuple(d if isinstance(d, int) else as_dim(d) for d in dims)
 
 
 Number = int | float  # an attribute that is combined with elements of any dtype
@@ -237,12 +238,15 @@ class OpDef:
         if extra := sorted(set(given) - set(types)):
             raise AttributeValueError(f"{self.name} has no attribute {', '.join(extra)}; it has: {', '.join(types)}")
         try:
-            made = self.attrs(**{name: self._loose(name, types[name], value) for name, value in given.items()})
+            found = {name: self._loose(name, types[name], value) for name, value in given.items()}
+            kinds = {name: str if get_origin(types[name]) is Literal else types[name] for name in found}
+            wrong = [self._unfit(name, types[name], value) for name, value in found.items() if not fits(value, kinds[name])]
+            made = None if wrong else self.attrs(**found)  # it may compare values with others, which those of other types refuse
         except GraphError as e:
             raise type(e)(f"{self.name}: {e}") from None
         except TypeError as e:
             raise AttributeValueError(f"{self.name}: {e}; attributes are: {', '.join(types)}") from None
-        if wrong := self.attribute_faults(made):
+        if wrong := wrong or self.attribute_faults(made):
             raise AttributeValueError("; ".join(wrong))
         return made
 
@@ -260,9 +264,12 @@ class OpDef:
         out = []
         for name, hint in attribute_types(self.attrs).items():
             if not fits(value := getattr(attrs, name), hint):
-                want = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
-                out.append(f"attribute {name} of {self.name} takes {want}, found {value!r}")
+                out.append(self._unfit(name, hint, value))
         return out
+
+    def _unfit(self, name: str, hint: object, value: object) -> str:
+        want = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+        return f"attribute {name} of {self.name} takes {want}, found {value!r}"
 
     def result_shapes(self, attrs: Attrs | None, shapes: tuple[Shape, ...], names: Iterable[object] = ()) -> tuple[Shape, ...]:
         """Result shapes for these operands, with the arity checked and the op and operands named in any error. `names`: those of

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, total_ordering
 from itertools import accumulate
 from operator import mul
-from typing import overload
+from typing import TypeGuard, overload
 
 from rlx.errors import IndexRangeError, ShapeError, UnboundDimError, items, whole
 from rlx.ir.dtype import DType, as_dtype
@@ -62,6 +62,11 @@ DimLike = int | Dim
 MAX_RANK = 64  # numpy's
 
 
+def is_one(dims: object) -> TypeGuard[int | str | Dim]:
+    """True of a dim that stands alone: also a number of numpy, or an array without dims, which cannot be iterated."""
+    return isinstance(dims, (int, str, Dim)) or getattr(dims, "ndim", 1) == 0
+
+
 def as_dim(x: int | str | Dim) -> DimLike:
     """An int (≥ 0), a Dim, or a name."""
     if isinstance(x, Dim):
@@ -88,8 +93,7 @@ class Shape:
 
     def __init__(self, dims: Iterable[int | str | Dim] | int | str, dtype: DType | str) -> None:
         if type(dims) is not tuple:  # the usual case, made often
-            one = isinstance(dims, (int, str, Dim))
-            dims = (dims,) if one else tuple(items("dims are ints and names, or one of them", dims, ShapeError))
+            dims = (dims,) if is_one(dims) else tuple(items("dims are ints and names, or one of them", dims, ShapeError))
         if len(dims) > MAX_RANK:
             raise ShapeError(f"a tensor has at most {MAX_RANK} dims, got {len(dims)}")
         plain = all(type(d) is int and d >= 0 for d in dims)

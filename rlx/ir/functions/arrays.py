@@ -11,7 +11,7 @@ import numpy as np
 from rlx.errors import AttributeValueError, DTypeError, GraphError, ShapeError, items, utf8
 from rlx.ir import ops
 from rlx.ir.dtype import DType, f32, i64
-from rlx.ir.functions.declare import Dims, as_value, computed, function, known_dim, own_axis
+from rlx.ir.functions.declare import Dims, as_value, computed, function, known_dim, one_each, own_axis
 from rlx.ir.methods import FUNCTIONS
 from rlx.ir.node import Operand, Value, constant
 from rlx.ir.op import as_dims, as_ints
@@ -141,7 +141,7 @@ def roll(x: Value, shift: int | Sequence[int], axis: int | Sequence[int] | None 
         return ops.reshape(roll(ops.reshape(x, dims=-1), shift, 0), dims=x.dims)
     shifts, axes = as_ints(shift), as_ints(axis)
     shifts = shifts * len(axes) if len(shifts) == 1 else shifts
-    for by, at in zip(shifts, (own_axis(x, i) for i in axes), strict=True):
+    for by, at in one_each(x, "shifts of roll", shifts, [own_axis(x, i) for i in axes]):
         size = known_dim(x, at)
         cut = -by % size if size else 0
         if cut:
@@ -268,11 +268,13 @@ def dot(x: Value, y: Operand) -> Value:
 def tensordot(x: Value, y: Operand, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Value:
     """The sum of products over pairs of axes; over the last n of x and the first n of y: `axes=n`."""
     x, y = as_value(x), as_value(y)
-    if isinstance(axes, int):
-        axes = list(range(x.rank - axes, x.rank)), list(range(axes))
-    left, right = ([own_axis(v, i) for i in of] for v, of in zip((x, y), axes))
+    wanted = "axes of tensordot are a number, or two sequences of as many different axes"
+    pair = [range(-axes, 0), range(axes)] if isinstance(axes, (int, np.integer)) else items(wanted, axes, AttributeValueError)
+    both = [[own_axis(v, i) for i in as_ints(of)] for v, of in zip((x, y), pair)]
+    if len(pair) != 2 or {len(both[0])} != {len({*of}) for of in both}:
+        raise AttributeValueError(f"{wanted}; got {axes!r}")
     names = list(range(x.rank)), list(range(x.rank, x.rank + y.rank))
-    for a, b in zip(left, right, strict=True):
+    for a, b in zip(*both):
         names[1][b] = names[0][a]
     return _contracted(x, names[0], y, names[1], [n for n in names[0] + names[1] if (n in names[0]) != (n in names[1])])
 

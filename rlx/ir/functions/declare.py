@@ -14,6 +14,13 @@ from rlx.ir.shape import Dim
 
 Dims = int | str | Dim | Sequence[int | str | Dim]
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+# by the begin of an annotation: a method of those that fit, and how a message calls them
+_WANTED = {
+    "Callable": ("__call__", "a function of values"), "float": ("__float__", "a number"), "Sequence[": ("__iter__", "a sequence"),
+}  # fmt: skip
 
 
 def function(f: F) -> F:
@@ -24,6 +31,9 @@ def function(f: F) -> F:
 
     def taken(name: str, x: object) -> object:
         kind = own.__annotations__.get(name, "")
+        for start, (has, what) in _WANTED.items():
+            if kind.startswith(start) and "Operand" not in kind and not hasattr(x, has) and not (x is None and "None" in kind):
+                raise AttributeValueError(f"{own.__name__}: {name} is {what}, got {type(x).__name__} {x!r:.60}")
         if not kind.startswith("Value") or isinstance(x, Value) or (x is None and "None" in kind):
             return whole(name, x, error=AttributeValueError) if kind == "int" else x
         return constant(x)
@@ -63,6 +73,13 @@ def own_axis(x: Value, axis: int, more: int = 0) -> int:
     if not -rank <= whole("axis", axis, error=AttributeValueError) < rank:
         raise AttributeValueError(f"axis {axis} of {x!r}, which has {rank} dims" + (" with the new one" if more else ""))
     return axis % rank
+
+
+def one_each(x: Value, label: str, given: Sequence[T], axes: Sequence[int]) -> list[tuple[T, int]]:
+    """Pairs of what is given for an axis of x, and the axis. AttributeValueError: there are not as many of both."""
+    if len(given) != len(axes):
+        raise AttributeValueError(f"{label}: {len(given)} for {len(axes)} axes of {x!r}")
+    return [*zip(given, axes)]
 
 
 MOST = 1 << 26  # elements of a constant that a function computes

@@ -13,7 +13,7 @@ from rlx.errors import AttributeValueError, ShapeError
 from rlx.ir import ops
 from rlx.ir.dtype import i64
 from rlx.ir.functions.arrays import moveaxis, tensordot
-from rlx.ir.functions.declare import as_value, computed, function, known_dim, own_axis, widened
+from rlx.ir.functions.declare import as_value, computed, function, known_dim, one_each, own_axis, widened
 from rlx.ir.node import Operand, Value, constant
 from rlx.ir.op import as_ints
 
@@ -40,7 +40,7 @@ FEW = 4  # so many elements are gathered one by one; more of them are a product 
 
 
 def _named(label: str, name: str, names: Collection[str]) -> None:
-    if name not in names:
+    if not isinstance(name, str) or name not in names:
         raise AttributeValueError(f"{label} is one of {', '.join(names)}, got {name!r}")
 
 
@@ -96,8 +96,10 @@ def resize(
     _named("rounding", rounding, ROUNDINGS)
     own = range(x.rank) if axes is None else [own_axis(x, i) for i in as_ints(axes)]
     sizes, dtype = as_ints(dims), x.dtype
-    factors = scales or [size / max(known_dim(x, axis), 1) for axis, size in zip(own, sizes, strict=True)]
-    for axis, size, scale, (first, last) in zip(own, sizes, factors, box or [(0.0, 1.0)] * len(sizes), strict=True):
+    pairs = one_each(x, "dims of resize", sizes, own)
+    scaled = one_each(x, "scales of resize", scales or [size / max(known_dim(x, axis), 1) for size, axis in pairs], own)
+    ends = one_each(x, "box of resize", box or [(0.0, 1.0)] * len(sizes), own)
+    for (size, axis), (scale, _), ((first, last), _) in zip(pairs, scaled, ends):
         n = known_dim(x, axis)
         if size == n and scale == 1 and (first, last) == (0, 1):
             continue

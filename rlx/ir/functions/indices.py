@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from rlx.errors import AttributeValueError, ShapeError
+from rlx.errors import AttributeValueError, ShapeError, whole
 from rlx.ir import ops
 from rlx.ir.dtype import DType, i64
 from rlx.ir.functions.arrays import full, moveaxis, zeros
-from rlx.ir.functions.declare import as_value, function, known_dim, own_axis
+from rlx.ir.functions.declare import as_value, function, known_dim, one_each, own_axis
 from rlx.ir.node import Operand, Value, constant
 from rlx.ir.op import as_ints
+from rlx.ir.shape import DimLike
 
 # -- places in several dims ----------------------------------------------------------------------------------------
 
@@ -97,7 +98,7 @@ def reverse_sequence(x: Value, lengths: Operand, axis: int = 0, batch_axis: int 
 def _kept(mask: Value, size: int | None) -> tuple[Value, Value]:
     """Positions, i64 [size], of the True elements of a mask [n], in order, then zeros; and their number."""
     n = known_dim(mask, 0)
-    size = n if size is None else size
+    size = n if size is None else whole("size", size, 0, AttributeValueError)
     place = ops.cumsum(mask.astype(i64), exclusive=True)
     to = ops.where(ops.logical_and(mask, ops.less(place, size)), place, size)
     found = ops.scatter_elements(zeros(size + 1, i64), to, ops.iota(dims=n))[:size]
@@ -193,11 +194,19 @@ def best_boxes(
 # -- blocks and windows of images ----------------------------------------------------------------------------------
 
 
+def _image(x: Value, block: int) -> tuple[DimLike, ...]:
+    """The dims of an image that has blocks of so many pixels."""
+    whole("block", block, 1, AttributeValueError)
+    if x.rank != 4:
+        raise ShapeError(f"an image is [batch, channels, height, width], got {x!r}")
+    return x.dims
+
+
 @function
 def depth_to_space(x: Value, block: int, order: Literal["dcr", "crd"] = "dcr") -> Value:
     """x [batch, channels, height, width] with channels moved into blocks of pixels. The channels are (block, block, depth) with
     'dcr', and (depth, block, block) with 'crd'."""
-    b, c, h, w = x.dims
+    b, c, h, w = _image(x, block)
     if not isinstance(c, int) or c % block**2 or order not in ("dcr", "crd"):
         raise AttributeValueError(f"channels of {x!r} in blocks of {block} x {block}, order 'dcr' or 'crd', got {order!r}")
     depth = c // block**2
@@ -209,7 +218,7 @@ def depth_to_space(x: Value, block: int, order: Literal["dcr", "crd"] = "dcr") -
 @function
 def space_to_depth(x: Value, block: int, order: Literal["dcr", "crd"] = "dcr") -> Value:
     """x [batch, channels, height, width] with each block of pixels moved into the channels, in the order of depth_to_space."""
-    b, c, h, w = x.dims[0], *(known_dim(x, i) for i in (1, 2, 3))
+    b, c, h, w = _image(x, block)[0], *(known_dim(x, i) for i in (1, 2, 3))
     if h % block or w % block or order not in ("dcr", "crd"):
         raise AttributeValueError(f"whole blocks of {block} x {block} of {x!r}, order 'dcr' or 'crd', got {order!r}")
     apart = ops.reshape(x, dims=(b, c, h // block, block, w // block, block))
@@ -222,7 +231,8 @@ def center_crop_pad(x: Value, dims: int | Sequence[int], axes: int | Sequence[in
     """x with these dims: the centre of it, or it in the centre of zeros. Of an odd difference, the larger part is at the end."""
     sizes, low, high = as_ints(dims), [0] * x.rank, [0] * x.rank
     part = [slice(None)] * x.rank
-    for axis, size in zip(range(x.rank) if axes is None else as_ints(axes), sizes, strict=True):
+    own = range(x.rank) if axes is None else as_ints(axes)
+    for size, axis in one_each(x, "dims of center_crop_pad", sizes, own):
         at = own_axis(x, axis)
         more = size - known_dim(x, at)
         if more < 0:

@@ -207,7 +207,7 @@ def _ranges(attrs: SliceAttrs, dims: Sequence[DimLike]) -> list[tuple[int, DimLi
             raise AttributeValueError("a step of 0 goes nowhere")
         if isinstance(dim, int):
             span = range(*builtin_slice(start, stop, step).indices(dim))
-            out.append((span.start, len(span), step))
+            out.append((span.start, max(0, -((span.start - span.stop) // step)), step))  # len(span) takes 63 bits at most
         elif (start, stop, step) == (0, END, 1):
             out.append((0, dim, 1))
         elif step == 1 and stop == (start + 1 if start != -1 else END):
