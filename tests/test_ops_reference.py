@@ -7,6 +7,7 @@ import pytest
 from op_cases import Case, assert_same, cases
 from op_oracles import ORACLES
 
+import rlx
 from rlx.ir.dtype import as_dtype
 from rlx.ir.evaluate import evaluate
 from rlx.ir.graph import Graph, Node, Value, keep
@@ -96,3 +97,13 @@ def test_declaration_is_complete(name):
         assert (getattr(declared, fact) is not None) == (fact in needs[declared.kind]), fact
     assert declared.doc.strip().endswith((".", "…"))
     assert any(d % 8 for s in declared.samples for dims in s.shapes or (s.attrs["dims"],) for d in dims), "no odd tail"
+
+
+def test_named_dims_in_attributes_take_the_sizes_of_the_arrays() -> None:
+    g = rlx.Graph("named")
+    x = g.input("x", ("n", 2), "f32")
+    doubled = rlx.cond(rlx.sum(x) > 0, lambda v: v + rlx.ones(v.dims), lambda v: v, x)
+    g.set_outputs([rlx.broadcast_to(x[:, :1], dims=x.dims), rlx.iota(dims=("n",)), rlx.reshape(x, dims=(2, "n")), *doubled])
+    array = np.arange(6, dtype=np.float32).reshape(3, 2)
+    wanted = np.repeat(array[:, :1], 2, 1), np.arange(3), array.reshape(2, 3), array + 1
+    assert all((a == b).all() and a.shape == b.shape for a, b in zip(evaluate(g, {"x": array})[0], wanted, strict=True))

@@ -13,9 +13,11 @@ from rlx.ir.op import Kind
 Arrays = Mapping[str, np.ndarray]  # by name
 
 
-def evaluate_node(node: Node, operands: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-    """The results of one node for these operands, in the node's dtypes."""
-    out = node.op.reference(node.attrs, *operands)
+def evaluate_node(
+    node: Node, operands: tuple[np.ndarray, ...], sizes: Mapping[str, int] | None = None
+) -> tuple[np.ndarray, ...]:
+    """The results of one node for these operands, in the node's dtypes. `sizes`: of the named dims in its attributes."""
+    out = node.op.reference(node.attrs.bind(sizes) if sizes and node.attrs is not None else node.attrs, *operands)
     return out if isinstance(out, tuple) else (np.asarray(out),)
 
 
@@ -38,13 +40,14 @@ def evaluate_ranks(
     """`evaluate` on several ranks together, each with its own arguments: node by node, and a collective gets the operands of
     all ranks. Arguments and results are by rank. AttributeValueError: a collective of another number of ranks."""
     groups = [group or [{}] * len(inputs) for group in (inputs, params, handles)]
-    ranks = [_bind_leaves(graph, *given) for given in zip(*groups, strict=True)]
+    sizes: list[dict[str, int]] = [{} for _ in inputs]
+    ranks = [_bind_leaves(graph, own, *given) for own, given in zip(sizes, zip(*groups, strict=True), strict=True)]
     for node in graph.nodes():
         if node.op.kind is Kind.LEAF and node.results[0] in ranks[0]:
             continue
         operands = [tuple(values[v] for v in node.inputs) for values in ranks]
         together = node.op.collective is not None and len(ranks) > 1
-        results = _together(node, operands) if together else [evaluate_node(node, own) for own in operands]
+        results = _together(node, operands) if together else [evaluate_node(node, *own) for own in zip(operands, sizes)]
         for values, found in zip(ranks, results, strict=True):
             values.update(zip(node.results, found, strict=True))
     return [_results(graph, values) for values in ranks]
@@ -68,9 +71,9 @@ def _results(graph: Graph, values: Mapping[Value, np.ndarray]) -> tuple[list[np.
     return outputs, {name: np.array(array, order="C") for name, array in following.items()}
 
 
-def _bind_leaves(graph: Graph, *groups: Mapping[str, np.ndarray]) -> dict[Value, np.ndarray]:
+def _bind_leaves(graph: Graph, sizes: dict[str, int], *groups: Mapping[str, np.ndarray]) -> dict[Value, np.ndarray]:
+    """The values of the leaves. `sizes` gets those of named dims."""
     values: dict[Value, np.ndarray] = {}
-    sizes: dict[str, int] = {}
     first: dict[str, str] = {}  # the leaf that has set each
     for kind, leaves, given in zip(("input", "param", "handle"), (graph.inputs, graph.params, graph.handles), groups):
         names = [v.name or "" for v in leaves]
