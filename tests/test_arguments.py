@@ -12,7 +12,17 @@ import pytest
 from devices import DEVICES
 
 import rlx
-from rlx.errors import AttributeValueError, BindingError, DTypeError, GraphError, OptionError, RlxError, ShapeError, TransferError
+from rlx.errors import (
+    AttributeValueError,
+    BindingError,
+    DTypeError,
+    GraphError,
+    ModelError,
+    OptionError,
+    RlxError,
+    ShapeError,
+    TransferError,
+)
 
 F = np.float32
 SURE = rlx.models.Sampling()
@@ -262,6 +272,7 @@ def test_what_load_took_or_failed_on(how: dict[str, Any], wanted: str, tmp_path:
     (lambda: rlx.nonzero(rlx.zeros(3), size=2.5), AttributeValueError, "size is a whole number of at least 0, got 2.5"),
     (lambda: rlx.cond(True, rlx.zeros(2), rlx.zeros(2)), AttributeValueError, "cond: then_branch is a function of values"),
     (lambda: rlx.scan(rlx.zeros(2), 1), AttributeValueError, "scan: body is a function of values, got Value"),
+    (lambda: rlx.load(bytes(1 << 20)), ModelError, "a name on the Hub, got b'.{20,80}$"),
     (lambda: rlx.shrink(rlx.zeros(2), "x"), AttributeValueError, "shrink: threshold is a number, got str 'x'"),
     (lambda: rlx.cosine_window(4, 0.5), AttributeValueError, "coefficients is a sequence, got float 0.5"),
     (lambda: rlx.attention(*QKV, mask=np.ones((2, 2))), AttributeValueError, "attribute mask of attention takes"),

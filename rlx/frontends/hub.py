@@ -30,7 +30,7 @@ def model_path(path: Any) -> Path:
 
     ModelError: not a path. DownloadError: a name of the Hub that is not in the local cache, and cannot be downloaded."""
     if not isinstance(path, (str, PathLike)):
-        raise ModelError(f"a model is the path of a folder or a .gguf file, or a name on the Hub, got {path!r}")
+        raise ModelError(f"a model is the path of a folder or a .gguf file, or a name on the Hub, got {path!r:.60}")
     found = Path(path)
     name = re.fullmatch(_NAME, str(path), re.ASCII)
     try:
