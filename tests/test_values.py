@@ -83,6 +83,8 @@ AS_NUMPY: dict[str, Callable[..., Any]] = {
     "tensordot": lambda x, y, i: np.tensordot(x, y, ([1], [1])), "dot": lambda x, y, i: np.dot(x, y),
     "outer": lambda x, y, i: np.outer(y, y),
     "stack": lambda x, y, i: np.stack([x, x], 1), "concatenate": lambda x, y, i: np.concatenate([x, x], axis=-1),
+    "concatenate by position": lambda x, y, i: np.concatenate((x, x), 1),
+    "transpose by a tuple": lambda x, y, i: x.transpose((2, 0, 1)), "by a list": lambda x, y, i: x.transpose([1, 0, 2]),
     "tile": lambda x, y, i: np.tile(x, (2, 1)), "tile more": lambda x, y, i: np.tile(y, (2, 3, 1)),
     "repeat": lambda x, y, i: np.repeat(x, 3, 1),
     "roll": lambda x, y, i: np.roll(x, 2, (0, 2)), "roll all": lambda x, y, i: np.roll(x, 7),
@@ -127,6 +129,13 @@ def test_values_do_as_arrays_do(f: Callable[..., Any]) -> None:
 def test_functions_of_numpy_that_rlx_has_otherwise_are_refused(f: Callable[..., Any]) -> None:
     with pytest.raises(GraphError, match="np.* of a Value"):
         f(Graph("g").input("x", (4, 4), "f32"))
+
+
+def test_arguments_that_only_numpy_has_are_refused() -> None:
+    x = Graph("g").input("x", (4, 4), "f32")
+    for f in (lambda: np.argsort(x, kind="stable"), lambda: np.take(x, 5, mode="wrap"), lambda: np.concatenate([x], dtype="f8")):
+        with pytest.raises(GraphError, match=r"np\.\w+ of .* got an unexpected keyword argument '(kind|mode|dtype)'; use"):
+            f()
 
 
 OF_ARRAYS = {

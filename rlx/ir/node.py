@@ -197,7 +197,10 @@ class Value(Methods):
         name = _NAMES.get(own, own)
         made = FUNCTIONS.get(f"numpy.{name}") or FUNCTIONS.get(name)
         if made and getattr(function, "__module__", "") == "numpy":
-            return made(*operands, **options)
+            try:
+                return made(*operands, **options)
+            except TypeError as e:  # of an argument that only numpy's function has
+                raise GraphError(f"np.{own} of {self!r} {str(e).partition(' ')[2]}; use the functions of rlx") from e
         raise GraphError(f"np.{own} of {self!r}, which has no elements before a run; use the functions of rlx")
 
     __hash__ = object.__hash__
@@ -252,9 +255,10 @@ class Value(Methods):
         """The same elements in row-major order with new dims; one of them may be -1 (inferred)."""
         return _call("reshape", self, dims=tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], Sequence) else dims)
 
-    def transpose(self, *axes: int) -> Value:
-        """Permutes the dims by `axes`; without axes, reverses them."""
-        return _call("transpose", self, axes=axes or tuple(reversed(range(self.rank))))
+    def transpose(self, *axes: int | Sequence[int]) -> Value:
+        """Permutes the dims by `axes`, one by one or as a sequence; without axes, reverses them."""
+        found = axes[0] if len(axes) == 1 and isinstance(axes[0], Sequence) else axes
+        return _call("transpose", self, axes=found or tuple(reversed(range(self.rank))))
 
     def __getitem__(self, key: object) -> Value:
         """As in numpy: x[1], x[:, 2:5], x[..., None, ::-1], x[[0, 2]], x[ids, 0] with arrays or Values of integers, and
@@ -276,7 +280,7 @@ _NAMES = {  # numpy functions and ufuncs -> op of the same meaning
     "absolute": "abs", "negative": "neg", "positive": "copy", "rint": "round", "around": "round", "isnan": "is_nan",
     "subtract": "sub", "multiply": "mul", "divide": "div", "fmod": "rem", "remainder": "mod", "floor_divide": "floor_div",
     "conjugate": "conj", "left_shift": "shift_left", "right_shift": "shift_right", "amax": "max", "amin": "min",
-    "concatenate": "concat", "permute_dims": "transpose", "astype": "cast",
+    "permute_dims": "transpose", "astype": "cast",
 }  # fmt: skip
 _OPERATORS: dict[str, Callable[..., Value]] = {
     "greater": lambda x, y: _call("less", y, x), "greater_equal": lambda x, y: _call("less_equal", y, x),

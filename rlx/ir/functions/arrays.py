@@ -482,7 +482,7 @@ FUNCTIONS |= {
     **{f"numpy.{f.__name__}": _running(f) for f in (ops.cumsum, ops.cumprod)},
     **{f"numpy.{n}": _refused(n, f"rlx.{n}, which has other arguments and results") for n in (
         "nonzero", "unique", "compress", "resize")},
-    "numpy.pad": _pad,
+    "numpy.pad": _pad, "numpy.concatenate": lambda arrays, axis=0: ops.concat(arrays, axis=axis),
     "numpy.sort": _sort, "numpy.argsort": _argsort, "numpy.split": _split, "numpy.where": _where, "numpy.take": _take,
     "numpy.ravel": lambda x: ops.reshape(x, dims=-1), "numpy.shape": lambda x: x.dims, "numpy.ndim": lambda x: x.rank,
     "numpy.reshape": lambda x, shape: ops.reshape(x, dims=shape),
