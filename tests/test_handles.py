@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from devices import TWO as DEVICES
 
 import rlx
 from rlx.backends.cpu import memory
-from rlx.errors import BindingError, IndexRangeError, InputShapeError, OptionError
+from rlx.errors import BindingError, IndexRangeError, InputShapeError, OptionError, Unsupported
 from rlx.runtime import CompiledGraph, HandleStore, Session
 
 F = np.float32
@@ -524,3 +526,17 @@ def test_threads_on_stores_of_their_own() -> None:
     for t in threads:
         t.join()
     assert not wrong
+
+
+def test_states_are_not_pickled_but_their_arrays_are():
+    g = rlx.Graph("pickled")
+    h = g.handle(rlx.BufferHandle("s", (2,), "f32"))
+    g.assign(h, h + 1.0)
+    compiled = rlx.compile(g)
+    compiled.run({})
+    snapshot = compiled.snapshot_handles()
+    for held in (snapshot, *compiled.fork_handles(1)):
+        for copied in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(Unsupported, match=r"states are memory of this process; .* snapshot\.states has arrays"):
+                copied(held)
+    assert pickle.loads(pickle.dumps(dict(snapshot.states)))["s"].tolist() == [1, 1]

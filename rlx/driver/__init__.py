@@ -16,7 +16,7 @@ from rlx.driver.stream import CommandStream, Launch, Pending, SyncStream, record
 from rlx.errors import (  # isort: skip
     BindingError, CallMismatchError, CollectiveError, CompileError, CorruptFileError, DeviceError, DeviceUnavailableError,
     HeapBoundsError, IndexRangeError, InputDTypeError, InputShapeError, OptionError, OutOfMemoryError, PlanError, RlxError,
-    TransferError, TransportError, UnknownDeviceError, UnknownNameError, UnknownRankError,
+    TransferError, TransportError, UnknownDeviceError, UnknownNameError, UnknownRankError, Unsupported,
 )  # fmt: skip
 from rlx.ir.handle import BufferHandle
 
@@ -50,7 +50,7 @@ __all__ = [
     "Executable", "HandleStore", "HeapBoundsError", "HostMemory", "IndexRangeError", "InputDTypeError", "InputShapeError",
     "Launch", "LocalTransport", "Memory", "OptionError", "OutOfMemoryError", "ParamStore", "Pending", "PlanError", "Rank",
     "ReduceKind", "RlxError", "ShmTransport", "Snapshot", "SymmetricBuffer", "SymmetricHeap", "SymmetricTransport",
-    "SyncStream", "TransferError", "TransportError", "UnknownDeviceError", "UnknownNameError", "UnknownRankError",
+    "SyncStream", "TransferError", "TransportError", "UnknownDeviceError", "UnknownNameError", "UnknownRankError", "Unsupported",
     "all_gather", "all_reduce", "all_to_all", "bf16_to_f32", "broadcast", "connect", "convert", "f16_to_f32", "f32_to_bf16",
     "f32_to_f16", "memory_of", "recording", "reduce_scatter",
 ]  # fmt: skip

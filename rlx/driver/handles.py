@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from typing import NoReturn
 
 import numpy as np
 
 from rlx.driver.memory import Block, Memory, bytes_of
 from rlx.driver.queue import RunQueue
-from rlx.errors import BindingError, InputShapeError, TransferError, UnknownNameError, known, whole
+from rlx.errors import BindingError, InputShapeError, TransferError, UnknownNameError, Unsupported, known, whole
 from rlx.forks import each_in_child
 from rlx.host.gate import Gate
 from rlx.ir.shape import Shape
@@ -48,6 +49,10 @@ class HandleStore:
         self.queue = RunQueue()  # of runs on these states
         self._torn: set[str] = set()  # states that another thread was writing when this process was forked
         _stores.add(self)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        how = "A fork or a snapshot is a copy, and snapshot.states has arrays, for bind_handle"
+        raise Unsupported(f"states are memory of this process; they cannot be copied or pickled. {how}")
 
     def require(self, wanted: Iterable[tuple[str, Shape]], memory: Memory) -> list[HandleEntry]:
         """The entries of these names, in order. Missing ones are allocated in `memory`, zeroed.
