@@ -291,6 +291,16 @@ def test_rows_are_patched_in_order(dims: tuple[int, ...], axis: int, count: int,
         compiled.run({**given, "i": np.full(count, dims[axis])})
 
 
+@pytest.mark.parametrize("dims, count", [((3000, 264), 2000), ((1334, 50_304), 667), ((9000, 72), 9001)])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f64"])
+def test_updates_of_many_rows_stay_in_registers(dims: tuple[int, ...], count: int, dtype: str) -> None:
+    """Also beside the indices that are found."""
+    pytest.importorskip("cuda.core")
+    found = launch_of(kernel_of(dims, 0, count, "rows", dtype))
+    (report,) = reports(text_of(found, "kernel"), "sm_90a").values()
+    assert isinstance(found, ScatterLaunch) and not report.spilled
+
+
 @on_gpu
 @pytest.mark.parametrize("dims, count", [((3000, 264), 2000), ((1334, 50_304), 667), ((9000, 72), 9001), ((41, 3000), 300)])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])

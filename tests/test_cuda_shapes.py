@@ -93,6 +93,9 @@ TURNED = {  # kernels that exchange axes, rows of whose results begin anywhere: 
     "beside another": (lambda x, y: x + y.T, [(6400, 1337), (1337, 6400)]),
     "two of them": (lambda x, y: x.T * y.T, [(1337, 6400), (1337, 6400)]),
     "wider": (lambda x: rlx.cast(x.T, "f32"), [(1337, 6400)]),
+    "narrower": (lambda x: rlx.cast(x.T, "i8"), [(1337, 6400)]),
+    "from within": (lambda x: rlx.copy(x.T[8:, 5:-2]), [(1340, 6400)]),
+    "in a frame": (lambda x: rlx.pad(x.T, (8, 3), (8, 6)), [(1337, 6400)]),
 }
 
 
@@ -108,7 +111,7 @@ def test_transposed_rows_that_begin_anywhere_are_right(name, dtype):
 
 
 @on_gpu
-@pytest.mark.parametrize("dtype", ["bf16", "f32", "i32"])
+@pytest.mark.parametrize("dtype", ["bf16", "f32", "i32", "i8"])
 @pytest.mark.parametrize("dims", [(1334, 4000), (1334, 33_000), (700, 6401), (4099, 4096), (2049, 130)])
 def test_totals_down_columns_are_right_to_the_last_row(dims, dtype):
     """Whole numbers, so few that bf16 has all sums."""
