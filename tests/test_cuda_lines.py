@@ -17,6 +17,7 @@ from rlx.backends.cuda import variances
 from rlx.backends.cuda.backend import target
 from rlx.backends.cuda.code import cubin, is_wide, launch_of, text_of
 from rlx.backends.cuda.columns import ColumnsLaunch
+from rlx.backends.cuda.staying import StayingLaunch
 from rlx.backends.cuda.strips import WIDEST, StripsLaunch
 from rlx.compiler import lower
 from rlx.ir.kernel import Loop
@@ -245,6 +246,65 @@ def test_rows_that_end_near_2_to_31_have_positions_of_64_bits():
 def test_spare_lanes_of_a_cluster_store_nothing():
     found = launch_of(one(lambda g: rlx.sum(g.input("x", (4096, 4108), "f64"), axis=0)), "sm_90a")
     assert found.clustered and found.points % 32 and "&& !spare" in text_of(found, "kernel")
+
+
+def of_squares(x):
+    """Two variances, the second one of what the first one adds."""
+    off = x - rlx.mean(x, axis=(1,), keepdims=True)
+    mean = rlx.mean(off * off, axis=(1,), keepdims=True)
+    other = off * off - mean
+    return off * rlx.rsqrt(mean + rlx.mean(other * other, axis=(1,), keepdims=True))
+
+
+NORMS = {  # of long rows, with params for each column: op, dims, dtype; exchanges of a row; None: no cluster stays
+    "a norm": (lambda x, y, a, b: rlx.layer_norm(x, a, b), (1334, 50_304), "bf16", 1),
+    "of a sum": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), (1334, 50_304), "f32", 1),
+    "parts that are not equal": (lambda x, y, a, b: rlx.layer_norm(x, a, b), (1334, 50_312), "f32", 1),
+    "a sum of squares": (lambda x, y, a, b: rlx.rms_norm(x + y, a), (1334, 50_304), "f32", 1),
+    "two operands": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), (2000, 20_000), "bf16", 1),
+    "one wait and few bytes": (lambda x, y, a, b: rlx.rms_norm(x + y, a), (1334, 50_304), "bf16", None),
+    "one wait and one operand": (lambda x, y, a, b: rlx.rms_norm(x, a), (1334, 50_304), "f32", None),
+    "a maximum and a sum": (lambda x, y, a, b: rlx.softmax(x + a), (1334, 50_304), "f32", 2),
+    "a variance of squares": (lambda x, y, a, b: of_squares(x) * a + b, (1334, 50_304), "f32", 2),
+    "few rows": (lambda x, y, a, b: rlx.layer_norm(x, a, b), (100, 50_304), "bf16", None),
+    "vectors of too few bytes": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), (1334, 50_305), "bf16", None),
+    "one operand": (lambda x, y, a, b: rlx.layer_norm(x, a, b), (2000, 32_000), "f32", None),
+    "rows that begin anywhere": (lambda x, y, a, b: rlx.layer_norm(x, a, b), (1334, 50_257), "f32", None),
+    "no params": (lambda x, y, a, b: rlx.layer_norm(x), (1334, 50_304), "f32", None),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_clusters_stay_for_rows_with_long_params(name):
+    build, dims, dtype, exchanges = NORMS[name]
+    leaf = lambda g, n: g.input(n, dims, dtype) if n in "xy" else g.param(n, dims[1:], dtype)  # noqa: E731
+    *_, last = kernels(graph(lambda g: build(*(leaf(g, n) for n in "xyab"))))
+    found = launch_of(last, "sm_90a")
+    assert isinstance(found, StayingLaunch) == (exchanges is not None)
+    assert not any(isinstance(launch_of(last, arch), StayingLaunch) for arch in ("sm_80", "sm_120"))
+    if isinstance(found, StayingLaunch):
+        text, loads = text_of(found, "kernel"), [*found.given.values(), *found.kept.values()]
+        (report,) = reports(text, "sm_90a").values()
+        assert not report.spilled and text.count("= all.moments(") + text.count(")all.all(") == exchanges
+        assert text.count("rlx_bring<") == len(loads) and text.count("copy(next);") == 1
+        assert text.count("extern __shared__") == text.count("extern __shared__ __align__(128)") == 1
+        assert found.shared >= found.part * sum(x.buffer.dtype.itemsize for x, _ in loads)
+        assert found.blocks % found.parts == 0 and found.blocks < found.points * found.parts
+        assert (found.parts - 1) * found.part < found.row.extent <= found.parts * found.part
+
+
+def test_a_variance_is_not_taken_for_another_sum_of_squares():
+    """The differences are from the mean of something else, or not squared."""
+    means = {
+        "of others": lambda x, y: (x - rlx.mean(y, axis=(1,), keepdims=True)) ** 2,
+        "a product": lambda x, y: (x - rlx.mean(x, axis=(1,), keepdims=True)) * (y - rlx.mean(x, axis=(1,), keepdims=True)),
+    }
+    for name, squares in means.items():
+        g = rlx.Graph("g")
+        x, y, a, b = (g.input(n, (1334, 50_304), "f32") if n in "xy" else g.param(n, (50_304,), "f32") for n in "xyab")
+        g.set_outputs([(x + y) * rlx.rsqrt(rlx.mean(squares(x, y), axis=(1,), keepdims=True) + 1e-5) * a + b])
+        texts = [text_of(launch_of(s.kernel, "sm_90a"), "kernel") for s in lower(g, target("sm_90a"), rlx.CompileOptions()).steps]
+        assert not any("all.moments(" in text.split('extern "C"')[1] for text in texts), name
 
 
 def test_blocks_of_a_search_leave_room_for_others():

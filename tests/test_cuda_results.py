@@ -245,6 +245,9 @@ ALIKE = {  # op of x, y and vectors a, b; rows, columns of blocks or clusters
     "one total": (lambda x, y, a, b: rlx.rms_norm(x, a), 701, 50_304),
     "a sum": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), 901, 20_000),
     "ends early": (lambda x, y, a, b: rlx.layer_norm(x, a, b), 901, 20_004),
+    "parts that are not equal": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), 407, 50_312),
+    "more than one row": (lambda x, y, a, b: rlx.rms_norm(x + y, a), 301, 100_000),
+    "a maximum": (lambda x, y, a, b: rlx.softmax(x + a) * y, 301, 50_304),
 }  # fmt: skip
 
 
@@ -255,6 +258,8 @@ def test_rows_that_read_the_same_vectors_agree_with_f64(name, dtype):
     op, rows, columns = ALIKE[name]
     rng, kind = np.random.default_rng(0), rlx.as_dtype(dtype).numpy
     given = {n: rng.normal(size=(rows, columns) if n in "xy" else columns).astype(kind) for n in "xyab"}
+    given["x"][1], given["x"][2, 4:900], given["x"][3, :9] = 7, -9, 400
+    given["y"][1], given["x"][4] = 0, given["x"][4] + kind.type(20)
 
     def build(dtype):
         return graph(lambda g: op(*(g.input(n, v.shape, dtype) for n, v in given.items())))

@@ -36,6 +36,7 @@ from rlx.backends.cuda.segments import of_groups, segmented
 from rlx.backends.cuda.select import SelectLaunch, SelectWriter, selected
 from rlx.backends.cuda.sorts import DigitLaunch, DigitWriter, SortLaunch, SortWriter, sorted_rows
 from rlx.backends.cuda.staged import StagedLaunch, StagedWriter, staged
+from rlx.backends.cuda.staying import StayingLaunch, StayingWriter, staying
 from rlx.backends.cuda.streamed import StreamLaunch, StreamWriter, streamed
 from rlx.backends.cuda.strips import StripsLaunch, StripsWriter, strips
 from rlx.backends.cuda.tensor import TensorLaunch, on_tensor_cores
@@ -150,7 +151,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
     if loops := sort or updates or staged(sums or kernel):
         return loops
     kernel, clusters = as_loops(sums or kernel), capability >= 90
-    return columns(kernel) or strips(kernel, clusters, most) or in_tiles(launch(kernel, clusters))
+    return columns(kernel) or strips(kernel, clusters, most) or staying(in_tiles(launch(kernel, clusters)), most)
 
 
 def text_of(at: Launch, name: str) -> str:
@@ -175,7 +176,8 @@ def prologue(wide: bool) -> str:
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
     Launch: CudaWriter, ColumnsLaunch: ColumnsWriter, StripsLaunch: StripsWriter, TileLaunch: TileTransposer,
     FmaLaunch: FmaWriter, TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
-    StagedLaunch: StagedWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter, SelectLaunch: SelectWriter,
+    StagedLaunch: StagedWriter, StayingLaunch: StayingWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter,
+    SelectLaunch: SelectWriter,
     ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter, PatchLaunch: PatchWriter,
     StreamLaunch: StreamWriter, GemvLaunch: GemvWriter, FragmentLaunch: FragmentWriter, BlocksLaunch: BlocksWriter,
     RingLaunch: RingWriter, direct.DirectLaunch: direct.DirectWriter,

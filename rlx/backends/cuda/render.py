@@ -690,10 +690,15 @@ class CudaWriter(Writer):
             self.fetch_edge(ahead, s.var, at.peel)
         for do in (lambda: self.fetch_row(ahead, s.var, row.size, first), body)[not (ahead and ends) :]:
             with self.scope(head), self.alone():
-                self.line(f"const rlx_index {first} = {start}({self.round} * {team} + me) * {row.size};")
+                place = f"({self.round} * {team} + me) * {row.size}"
+                self.line(f"const rlx_index {first} = {start}{place};")
                 if ends:
-                    self.line(f"if ({first} >= {row.extent}) continue;")
+                    self.line(f"if ({self.beyond(row, first, place)}) continue;")
                 do()
+
+    def beyond(self, row: Row, first: str, place: str) -> str:
+        """Whether the iteration `first` of a row, which is at `place` in a block's part of it, has no element."""
+        return f"{first} >= {row.extent}"
 
     def fetch_row(self, found: Sequence[tuple[Load, Key]], var: Var, size: int, first: str) -> None:
         """Load elements of a row before any is used: else each would be awaited before the end of the row is looked for again."""

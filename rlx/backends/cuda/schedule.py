@@ -57,6 +57,7 @@ SHORT = 16  # iterations that a thread does by itself
 LARGEST = 227 << 10  # bytes of shared memory of a block, at most, of the GPUs that have the most
 NEAR = 8  # elements between those that adjacent lanes read down columns, at most: other loads of them read what is between
 RESERVED = 1 << 10  # bytes of shared memory that the driver takes for each block
+ALIGNED = 128  # bytes: copies to shared memory take longer where blocks keep it from another place on
 RESIDENT = 4  # blocks of a multiprocessor from which on their number does not matter
 SHARED_BYTES = 96 << 10  # Locals of a block that still let two blocks share a multiprocessor; larger ones go to global memory
 

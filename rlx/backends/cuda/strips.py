@@ -19,7 +19,7 @@ from rlx.ir.overlap import may_overlap
 from rlx.records import record
 
 from rlx.backends.cuda.schedule import (  # isort: skip
-    CLUSTER, COLUMN_BYTES, LARGEST, MULTIPROCESSORS, PART_WARPS, PARTS, REGISTERS, RESERVED, WARP, Launch, lanes_down,
+    ALIGNED, CLUSTER, COLUMN_BYTES, LARGEST, MULTIPROCESSORS, PART_WARPS, PARTS, REGISTERS, RESERVED, WARP, Launch, lanes_down,
 )  # fmt: skip
 
 ELEMENT, WIDEST = 4, 256  # bytes: of an element, and of a row of a strip, at most
@@ -92,7 +92,7 @@ def strips(kernel: Kernel, clusters: bool, most: int) -> StripsLaunch | None:
             words=4 * WARP * parts * len(reduces) + 1, across=across, rounds=-(-part * across // THREADS), keys=keys,
             at_once=at_once,
         )  # fmt: skip
-        if held + told <= (most + RESERVED) // at_once - RESERVED and at.blocks >= MULTIPROCESSORS:
+        if held + -(-told // ALIGNED) * ALIGNED <= (most + RESERVED) // at_once - RESERVED and at.blocks >= MULTIPROCESSORS:
             found.setdefault((wide, at_once), at)
     first, second = [*found.values(), None, None][:2]
     return second if first and second and 1 <= first.blocks / (first.at_once * MULTIPROCESSORS) < ROUNDS else first
@@ -206,7 +206,7 @@ class StripsWriter(CudaWriter):
 
     def copy(self, loops: Sequence[Loop]) -> None:
         at, offset, found = self.launch, 0, dict[Key, Load]()
-        self.line("extern __shared__ __align__(16) unsigned char rlx_shared[];")
+        self.line(f"extern __shared__ __align__({ALIGNED}) unsigned char rlx_shared[];")
         self.line(f"const rlx_index end = min((part + 1) * {at.part}, (rlx_index){loops[0].extent});")
         for x in (x for s in loops for x in self.kept(s)):
             found.setdefault(key_of(x, self.column), x)

@@ -229,6 +229,11 @@ template <int T, int LANES, int PARTS> struct rlx_line {
   }
 };
 
+RLX_FN void rlx_await_bytes(uint32_t barrier, uint32_t odd) {
+  for (uint32_t done = 0; !done;)
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(barrier), "r"(odd) : "memory");
+}
+
 /* The same where the PARTS blocks are a cluster: each writes its totals into the shared memory of the others, whose barriers count the
    bytes. (A barrier of the cluster that orders memory would wait for all memory of the GPU.) SIZE: words of a line. */
 template <int T, int LANES, int PARTS, int SIZE> struct rlx_cluster {
@@ -273,8 +278,7 @@ template <int T, int LANES, int PARTS, int SIZE> struct rlx_cluster {
         tell(sum, told[part][lane], mine, block);
       }
     }
-    for (uint32_t done = 0; !done;)
-      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(mine), "r"(0) : "memory");
+    rlx_await_bytes(mine, 0);
     V sum = none;
     #pragma unroll
     for (int block = 0; block < PARTS; block++) {
