@@ -144,7 +144,7 @@ BAD = [
     ("b0[g2] = t0", "b0[g2] = 1.5", "line 5: 1.5 is not of dtype index"),
     ("b0[g2] = t0", "b0[g2] = 2:bool", "line 5: 2 is not of dtype bool"),
     ("b0[g2] = t0", "check true:bool else 7", "line 5: no error has the code 7"),
-    ("b0[g2] = t0", "native exchange(what=3) b0[0; 8; 1] = b1[0; 8; 1]", "line 5: exchange"),
+    ("b0[g2] = t0", "native exchange(what=3) b0[0; 8; 1] = b1[0; 8; 1]", "line 5: attribute what of exchange takes one of"),
     ("b0[g2] = t0", "native nothing(a=3) b0[0; 8; 1] = b1[0; 8; 1]", "line 5: no op is called 'nothing'"),
     ("b0[g2] = t0", "native nothing() b0[0; 8; 1] = b1[0; 8, 2; 1]", "line 5: 2 dims have as many strides, found 1"),
     ("b0[g2] = t0", "for g3 < 4:\n    reduce r9:f32 = argmax t0", "line 6: the result of argmax is index, r9 is f32"),

@@ -269,6 +269,8 @@ class OpDef:
 
     def _unfit(self, name: str, hint: object, value: object) -> str:
         want = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+        if get_origin(hint) is Literal:
+            want = f"one of {', '.join(map(repr, get_args(hint)))}"
         return f"attribute {name} of {self.name} takes {want}, found {value!r}"
 
     def result_shapes(self, attrs: Attrs | None, shapes: tuple[Shape, ...], names: Iterable[object] = ()) -> tuple[Shape, ...]:
