@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import CudaWriter, may_fail
@@ -131,6 +130,10 @@ def few_rows(
 class GemvWriter(CudaWriter):
     launch: GemvLaunch
 
+    def __init__(self, launch: GemvLaunch) -> None:
+        super().__init__(launch)
+        self.headers = ("words.h",) * (launch.shares > 1) + self.headers
+
     def coordinates(self) -> Iterator[str]:
         yield f"const int me = threadIdx.x % {self.launch.team}, warp = threadIdx.x / 32, lane = threadIdx.x % 32;"
         at = self.launch
@@ -200,10 +203,6 @@ class GemvWriter(CudaWriter):
         self.line(f"if (share < {at.shares - 1}) return rlx_tell(word + share * {results}, all);")
         for n in range(0, at.shares - 1, HEARD):
             self.line(f"rlx_hear<{min(HEARD, at.shares - 1 - n)}>(all, word + {n * results}, {results});")
-
-    def function(self, name: str, member: bool = False) -> str:
-        headers = ("words.h",) * (self.launch.shares > 1) + self.headers
-        return "".join((Path(__file__).parent / x).read_text() for x in headers) + super().function(name, member)
 
     def at(self, step: str) -> str:
         """Where element `step` of a row is staged: the first 4 of every load, then the next, so that lanes read adjacent ones."""

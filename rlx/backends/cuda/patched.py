@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import BEGIN
@@ -53,6 +52,7 @@ class PatchWriter(UpdateWriter):
     """Tiles are parts of the flat tensor from element `first` on, or of some columns of a line, from place `row` on."""
 
     launch: PatchLaunch
+    headers = ("patched.h",)
 
     def __init__(self, launch: PatchLaunch) -> None:
         super().__init__(launch)
@@ -174,9 +174,6 @@ class PatchWriter(UpdateWriter):
             vector = self.launch.vector > 1 and v is self.kernel.grid[-1][0]
             self.line(f"const rlx_index {name}{'_0' * vector} = {f'{number} % {n}' if n > 1 else 0};")
             self.names[v], self.column = name, f"{name}_0"
-
-    def function(self, name: str, member: bool = False) -> str:
-        return (Path(__file__).parent / "patched.h").read_text() + super().function(name, member)
 
 
 __all__ = ["PatchLaunch", "PatchWriter", "patched"]

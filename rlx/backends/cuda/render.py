@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
+from rlx.backends.cuda.blocks import FOLDER
 from rlx.backends.cuda.dialect import CUDA, unrounded
 from rlx.backends.cuda.peel import HEAD, ORIGIN, Peel
 from rlx.backends.cuda.points import counts
@@ -76,6 +77,7 @@ class CudaWriter(Writer):
 
     # -- the function
 
+    headers: tuple[str, ...] = ()  # files of device functions, which stand in front of the kernel
     block_number = "blockIdx.x"
     alone_in_launch = True  # nothing else in the launch writes memory that the kernel reads
     occupancy = ""  # ", N": blocks of a multiprocessor, at least
@@ -125,7 +127,8 @@ class CudaWriter(Writer):
             if var in self.limits:
                 self.line(f"if ({self.names[var]} >= {self.limits[var]}) return;")
         self.body()
-        return "\n".join([*head, *self.lines, "}", ""])
+        functions = "".join((FOLDER / x).read_text() for x in self.headers)
+        return functions + "\n".join([*head, *self.lines, "}", ""])
 
     def enter(self) -> Iterator[str]:
         """The first statements of a member."""

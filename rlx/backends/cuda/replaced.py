@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.scatter import Scatter, name_pick, scatter_of, shares, unclamped, way_of
@@ -41,6 +40,7 @@ def replacing(kernel: Kernel) -> ReplaceLaunch | None:
 
 class ReplaceWriter(CudaWriter):
     launch: ReplaceLaunch
+    headers = ("scatter.h", "replaced.h")
 
     def coordinates(self) -> Iterator[str]:
         """Those of indices and of places are of their functions."""
@@ -111,10 +111,6 @@ class ReplaceWriter(CudaWriter):
             self.names[found.end.var] = name
             self.memo[id(found.last.value)] = "held"
             self.block((found.last,))
-
-    def function(self, name: str, member: bool = False) -> str:
-        folder = Path(__file__).parent
-        return "".join((folder / f"{file}.h").read_text() for file in ("scatter", "replaced")) + super().function(name, member)
 
 
 __all__ = ["ReplaceLaunch", "ReplaceWriter", "replacing"]

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 from rlx.backends.cuda.render import WIDE, CudaWriter
 from rlx.backends.cuda.schedule import SHARED_BYTES, WARP, Launch
@@ -431,6 +430,7 @@ class UpdateWriter(CudaWriter):
 
 class ScatterWriter(UpdateWriter):
     occupancy = ", 4"  # blocks of a multiprocessor
+    headers = ("scatter.h",)
     launch: ScatterLaunch
 
     def coordinates(self) -> Iterator[str]:
@@ -489,9 +489,6 @@ class ScatterWriter(UpdateWriter):
         sizes = f"{at.threads}, {at.groups}, {at.at_once}, {at.vector}, {ahead}, {looks}, {min(MOST, at.rows)}"
         sizes += f", {at.words_each}, {at.grain}, {kind}"
         self.line(f"rlx_scatter<{sizes}>(first, end, {self.found.count}, {marks}, own, {functions});")
-
-    def function(self, name: str) -> str:
-        return (Path(__file__).parent / "scatter.h").read_text() + super().function(name)
 
 
 __all__ = [

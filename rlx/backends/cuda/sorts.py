@@ -4,7 +4,6 @@ have a long row, and merge their parts through global memory. Longer rows are so
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.schedule import RESERVED, THREADS, WARP, Launch
@@ -133,7 +132,7 @@ def _in_parts(kernel: Kernel, sort: Sort, most: int, multiprocessors: int) -> So
 
 class SortWriter(CudaWriter):
     launch: SortLaunch
-    headers: tuple[str, ...] = ("sort.h",)
+    headers = ("sort.h",)
 
     def body(self) -> None:
         at, s = self.launch, self.launch.sort
@@ -175,9 +174,6 @@ class SortWriter(CudaWriter):
             self.names[s.held] = self.fix("x", s.value.dtype, f"rlx_of_key<{order}, {value}>(key)")
             self.line(f"const rlx_index {self.name(s.origin, 'o')} = key.below >> 1;")
             self.block(s.body)
-
-    def function(self, name: str) -> str:
-        return "".join((Path(__file__).parent / x).read_text() for x in self.headers) + super().function(name)
 
 
 class DigitWriter(SortWriter):

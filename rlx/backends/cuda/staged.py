@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.points import counts
@@ -136,6 +135,7 @@ def _moved(s: Loop, own: dict[Buffer, Local], found: list[Load | Store]) -> Loop
 
 class StagedWriter(CudaWriter):
     launch: StagedLaunch
+    headers = ("staged.h",)
     in_rows = True
 
     def __init__(self, launch: StagedLaunch) -> None:
@@ -177,9 +177,6 @@ class StagedWriter(CudaWriter):
             place = f"({CUDA.element(b.dtype)}*)(rlx_shared + {at})"
             there = f"{self.names[b]} + (rlx_index)blockIdx.x * {THREADS * row.size}"
             self.line(f"{function}<{THREADS}, {row.size}, {pitch}>({place}, {there}, count);")
-
-    def function(self, name: str, member: bool = False) -> str:
-        return (Path(__file__).parent / "staged.h").read_text() + super().function(name, member)
 
 
 __all__ = ["StagedLaunch", "StagedWriter", "staged"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import field, replace
 from itertools import pairwise
-from pathlib import Path
 
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import CudaWriter
@@ -109,6 +108,7 @@ def _is_variance(kernel: Kernel, summed: Loop, squared: Loop) -> bool:
 
 class StayingWriter(CudaWriter):
     launch: StayingLaunch
+    headers = ("staying.h",)
     aligned = ALIGNED
     following = False  # whether the copies of the next row have been started
 
@@ -121,9 +121,6 @@ class StayingWriter(CudaWriter):
             skipped = any(s is x for x in self.squared.values())  # the squares of a variance, which may have one themselves
             if not skipped and _is_variance(launch.kernel, s, t):
                 self.squared[id(s)] = t
-
-    def function(self, name: str, member: bool = False) -> str:
-        return (Path(__file__).parent / "staying.h").read_text() + super().function(name, member)
 
     def coordinates(self) -> Iterator[str]:
         yield f"const int me = threadIdx.x % {TEAM};"

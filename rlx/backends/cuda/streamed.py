@@ -3,9 +3,6 @@ all updates of these lines pass by, in order."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.scatter import CLAIMS, STREAM_THREADS, ScatterLaunch, ScatterWriter, shares, stream_of, way_of
 from rlx.ir.kernel import Kernel
 from rlx.records import record
@@ -27,6 +24,7 @@ def streamed(kernel: Kernel) -> StreamLaunch | None:
 
 
 class StreamWriter(ScatterWriter):
+    headers = ("streamed.h",)
     occupancy = ", 2"
 
     def call(self, kind: str, functions: str) -> None:
@@ -34,9 +32,6 @@ class StreamWriter(ScatterWriter):
         self.line("extern __shared__ __align__(16) unsigned char rlx_shared[];")
         sizes = f"{at.threads}, {at.groups}, {CLAIMS}, {kind}"
         self.line(f"rlx_stream_picks<{sizes}>(({kind}*)rlx_shared, first, end, {self.found.count}, own, {functions});")
-
-    def function(self, name: str, member: bool = False) -> str:
-        return (Path(__file__).parent / "streamed.h").read_text() + CudaWriter.function(self, name, member)
 
 
 __all__ = ["StreamLaunch", "StreamWriter", "streamed"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import LONG_SUM, CudaWriter, Partial
@@ -142,6 +141,7 @@ def _one_row(kernel: Kernel) -> Kernel:
 
 class StripsWriter(CudaWriter):
     launch: StripsLaunch
+    headers = ("strips.h",)
     in_rows = True
 
     def __init__(self, launch: StripsLaunch) -> None:
@@ -150,9 +150,6 @@ class StripsWriter(CudaWriter):
         self.each = ["#pragma unroll", f"for (int v = 0; v < {launch.vector}; v++) {{"]
         self.spare = launch.points % launch.across > 0
         self.copied = dict[Key, str]()
-
-    def function(self, name: str, member: bool = False) -> str:
-        return (Path(__file__).parent / "strips.h").read_text() + super().function(name, member)
 
     def coordinates(self) -> Iterator[str]:
         at = self.launch

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.schedule import Tiled
@@ -123,6 +122,7 @@ def _cost(c: Contract, points: int, tile: tuple[int, int], multiprocessors: int)
 
 class WarpWriter(CudaWriter):
     launch: WarpLaunch
+    headers = ("warps.h",)
     occupancy = ", 2"
 
     def coordinates(self) -> Iterator[str]:
@@ -272,9 +272,6 @@ class WarpWriter(CudaWriter):
                     self.names[c.j] = j0
                     self.block(c.epilogue)
             self.line("__syncwarp();")
-
-    def function(self, name: str) -> str:
-        return (Path(__file__).parent / "warps.h").read_text() + super().function(name)
 
 
 __all__ = ["WarpLaunch", "WarpWriter", "on_warps"]
