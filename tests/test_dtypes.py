@@ -14,7 +14,7 @@ from devices import TWO as DEVICES
 import rlx
 from rlx import knobs
 from rlx.errors import DTypeError
-from rlx.ir.dtype import as_dtype, index_
+from rlx.ir.dtype import DTYPES, DType, as_dtype, index_
 from rlx.ir.graph import Graph, Value
 
 F8 = ("f8e4m3", "f8e5m2")
@@ -47,8 +47,19 @@ def same(found: np.ndarray, want: np.ndarray) -> None:
 
 @pytest.mark.parametrize("dtype", [*rlx.DTYPES.values(), index_], ids=repr)
 def test_copies_of_a_dtype_are_the_same_object(dtype: rlx.DType) -> None:
-    """Dtypes are compared by identity."""
+    """Each dtype is one object, so that the compiler may compare them by identity."""
     assert copy.copy(dtype) is copy.deepcopy(dtype) is pickle.loads(pickle.dumps(dtype)) is dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_a_dtype_equals_its_name_and_its_numpy_form(dtype: DType) -> None:
+    for form in (dtype.name, dtype.numpy, dtype.numpy.type):
+        assert dtype == form and form == dtype, form
+    others = [other for other in DTYPES.values() if other is not dtype]
+    assert not any(dtype == form or form == dtype for other in others for form in (other, other.name, other.numpy))
+    assert dtype != "number" and dtype != "" and dtype != 32 and dtype is not None and dtype not in (None, [], object)
+    assert len({dtype, *DTYPES.values()}) == len(DTYPES)
+
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -138,7 +138,11 @@ ERRORS = [
     (lambda: leaf(2, dtype="i32") + 0.5, DTypeError, "0.5 does not fit i32"),
     (lambda: leaf(2) & leaf(2), DTypeError, "it takes signed integers, unsigned integers; cast it first"),
     (lambda: o.relu(leaf(2), 3), AttributeValueError, "too many arguments"),
-    (lambda: o.softmax(leaf(2), 0, axis=0), AttributeValueError, "given twice"),
+    (lambda: o.softmax(leaf(2), 0, axis=0), AttributeValueError, "softmax: axis given twice"),
+    (lambda: o.concat([leaf(2), leaf(2)], 0, axis=0), AttributeValueError, "concat: axis given twice"),
+    (lambda: o.concat([leaf(2), leaf(2)], 0, 1), AttributeValueError, "concat: 1 too many arguments"),
+    (lambda: o.concat([leaf(2), leaf(2)], leaf(2)), AttributeValueError, "axis of concat takes int"),
+    (lambda: o.pad(leaf(2), 1), AttributeValueError, "pad needs high; its attributes are: low, high, value"),
     (lambda: leaf(2, 3)[5], IndexRangeError, "index 5 of .* dim 0 is 2"),
     (lambda: leaf(2)[0, 0], ShapeError, "1 dims, indexed by 2"),
     (lambda: leaf(2)[[0, 2]], IndexRangeError, "index 2"),
@@ -184,6 +188,7 @@ def test_positional_attributes_and_lists():
     x = leaf(2, 3)
     assert o.reshape(x, (3, 2)).dims == (3, 2) and o.transpose(x, (1, 0)).dims == (3, 2)
     assert o.sum(x, -1).dims == (2,) and o.sum(x, (0,), True).dims == (1, 3) and o.cast(x, "f16").dtype == as_dtype("f16")
+    assert o.concat([x, x], 1).dims == (2, 6)
     assert o.concat([x, x], axis=0).dims == (4, 3) and [v.dims for v in o.top_k(x, 2)] == [(2, 2)] * 2
     assert o.take is o.gather and o.astype is o.cast
 

@@ -24,7 +24,7 @@ Emit = Callable[..., V]
 
 def memory_type(dtype: DType) -> str:
     """The LLVM type of loads and stores: i16 for 16-bit floats, because every target can mask it; i8 for 8-bit floats."""
-    return "i16" if dtype in (f16, bf16) else "i8" if dtype in (f8e4m3, f8e5m2) else stored(dtype)
+    return f"i{dtype.bits}" if dtype.is_narrow else stored(dtype)
 
 
 def from_memory(e: Emitter, raw: V, dtype: DType) -> V:

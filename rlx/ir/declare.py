@@ -43,7 +43,7 @@ def op(name: str, **facts: Any) -> Callable[..., Any]:
     Values.
 
     Positional arguments after the operands are attributes, in order of declaration: `reshape(x, (2, 3))`. A variadic op also
-    takes its operands as one list: `concat([a, b], axis=0)`.
+    takes its operands as one list: `concat([a, b], 0)`.
     """
     if name in OPS:
         raise GraphError(f"op {name!r} is declared twice")
@@ -53,12 +53,15 @@ def op(name: str, **facts: Any) -> Callable[..., Any]:
     attr_names = _attribute_names(declared)
 
     def build(*operands: Any, shape: Any = None, name: str | None = None, **attrs: Any) -> Value | tuple[Value, ...]:
-        if most is None and len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-            operands = tuple(operands[0])
-        elif most is not None and len(operands) > most:
+        extra: tuple[Any, ...] = ()
+        if most is not None:
             operands, extra = operands[:most], operands[most:]
-            if len(extra) > len(attr_names) or (twice := set(attrs) & set(attr_names[: len(extra)])):
-                problem = f"{twice} given twice" if len(extra) <= len(attr_names) else f"{len(extra)} too many arguments"
+        elif operands and isinstance(operands[0], (list, tuple)):
+            operands, extra = tuple(operands[0]), operands[1:]
+        if extra:
+            many = len(extra) - len(attr_names)
+            if many > 0 or (twice := [n for n in attr_names[: len(extra)] if n in attrs]):
+                problem = f"{many} too many arguments" if many > 0 else f"{', '.join(twice)} given twice"
                 raise AttributeValueError(f"{declared.name}: {problem}; attributes are: {', '.join(attr_names) or 'none'}")
             attrs.update(zip(attr_names, extra))
         return apply(declared, operands, attrs, shape=shape, name=name)

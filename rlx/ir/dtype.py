@@ -24,6 +24,19 @@ class DType:
     def __repr__(self) -> str:
         return self.name
 
+    def __eq__(self, other: object) -> bool:
+        """Also equal to its name and to numpy's form of it, as numpy's dtypes are: `x.dtype == np.float32`."""
+        if self is other:
+            return True
+        if isinstance(other, (str, type, np.dtype)):
+            try:
+                return as_dtype(other) is self
+            except DTypeError:
+                return False
+        return NotImplemented
+
+    __hash__ = object.__hash__
+
     def __copy__(self) -> DType:
         return self
 

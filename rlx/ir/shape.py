@@ -106,7 +106,7 @@ class Shape:
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Shape):
-            return self.dims == other.dims and self.dtype == other.dtype
+            return self.dims == other.dims and self.dtype is other.dtype
         return self.dims == other if isinstance(other, tuple) else NotImplemented
 
     def __hash__(self) -> int:
