@@ -313,6 +313,30 @@ def test_blocks_of_a_search_leave_room_for_others():
     assert [team(rows) for rows in (600, 1334)] == [1024, 512]
 
 
+@pytest.mark.parametrize("operands", [1, 2])
+@pytest.mark.parametrize("columns, team", [(7000, None), (9000, 288), (10_000, 320), (12_288, 384), (16_384, 512)])
+def test_rows_of_16_bits_have_threads_for_four_vectors_each(columns, team, operands):
+    """All of a thread's vectors are loaded before it uses one."""
+
+    def build(g):
+        x, *others = (g.input(n, (2100, columns), "bf16") for n in "xy"[:operands])
+        return rlx.layer_norm(sum(others, x), g.param("a", (columns,), "bf16"), g.param("b", (columns,), "bf16"))
+
+    found = launch_of(one(build), "sm_90a")
+    text, row = text_of(found, "kernel"), found.row
+    assert found.parts == 1 and (team is None or (found.threads, row.rounds, row.size) == (team, 4, 8))
+    ends = columns < row.rounds * row.size * found.team
+    assert text.count("rlx_together(q") == operands * ends and cubin(text, "sm_90a")
+    body = text.split("kernel(")[1]
+    assert not ends or body.rindex("rlx_stream<8>") < body.index("rlx_together(q") < body.index("rlx_wide_bf16(")
+
+
+@pytest.mark.parametrize("dtype, rows", [("f32", 2100), ("bf16", 1900)])
+def test_other_rows_have_blocks_of_powers_of_two(dtype, rows):
+    found = launch_of(one(lambda g: rlx.rms_norm(g.input("x", (rows, 9000), dtype), g.param("a", (9000,), dtype))), "sm_90a")
+    assert found.team & (found.team - 1) == 0
+
+
 def test_parts_of_narrow_columns_lie_side_by_side():
     first, last = kernels(graph(lambda g: rlx.sum(g.input("x", (818_400, 41), "bf16"), axis=0)))
     found = launch_of(first, "sm_90a")

@@ -213,7 +213,8 @@ LONG = {  # op, rows, columns: a block of 256, two, four and eight, of 512; rows
     "four": (rlx.softmax, 140, 50_257), "seven": (rlx.log_softmax, 80, 100_003), "ten rounds": (rlx.softmax, 67, 151_936),
     "blocks of 512": (rlx.log_softmax, 67, 250_000), "a norm": (rlx.rms_norm, 300, 20_004), "a warp": (rlx.softmax, 600, 1000),
     "a block": (rlx.log_softmax, 600, 5003), "few": (rlx.softmax, 9, 50_257),
-    "columns": (lambda x: rlx.softmax(x, axis=0), 3000, 77),
+    "columns": (lambda x: rlx.softmax(x, axis=0), 3000, 77), "a block that ends early": (rlx.softmax, 2100, 7000),
+    "whole warps": (rlx.softmax, 2100, 14_000),
 }  # fmt: skip
 
 
@@ -242,6 +243,8 @@ def test_long_rows_of_16_bits_agree_with_f64(name, dtype):
 ALIKE = {  # op of x, y and vectors a, b; rows, columns of blocks or clusters
     "a block": (lambda x, y, a, b: rlx.layer_norm(x, a, b), 3001, 5120),
     "eight": (lambda x, y, a, b: rlx.layer_norm(x, a, b), 301, 50_304),
+    "whole warps": (lambda x, y, a, b: rlx.layer_norm(x, a, b), 2101, 9000),
+    "whole warps, of a sum": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), 2101, 10_000),
     "one total": (lambda x, y, a, b: rlx.rms_norm(x, a), 701, 50_304),
     "a sum": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), 901, 20_000),
     "ends early": (lambda x, y, a, b: rlx.layer_norm(x, a, b), 901, 20_004),

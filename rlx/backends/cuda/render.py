@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from rlx.backends.cuda.blocks import FOLDER
@@ -29,6 +30,7 @@ LOADED = 32  # registers of a thread for elements that it loads before it moves 
 LANE = f"threadIdx.x % {WARP}"
 LONG_SUM = 8192  # numbers that are added in f32, at most; longer sums are carried in f64
 BEGIN = "rlx_begin(); if (rlx_halted(halt)) return;"  # in every kernel, before it reads memory that others write
+WORD = 4  # bytes
 WIDE = 1 << 31  # positions from here on need 64 bits
 
 
@@ -70,6 +72,7 @@ class CudaWriter(Writer):
         self.registers: dict[Key, str] = {}  # loads of a row -> the array that holds it
         self.edges: dict[Key, str] = {}  # those of an iteration before or behind the vectors of a row
         self.loaded: set[Key] = set()
+        self.fetched: dict[int, str] = {}  # loads for several vectors of a thread -> the array that holds those of vector u
         self.same: set[Key] = set()  # of the former, those that are the same in all parts of a row
         registers = self.row.locals if self.row else frozenset()
         # memory by which threads exchange values
@@ -171,14 +174,29 @@ class CudaWriter(Writer):
             self.block(stmts)
 
     def vectors_apart(self, stmts: Sequence[Stmt]) -> None:
-        """The statements for several vectors of a thread, a block apart; the checks, by which a program is divided, come last."""
-        at, var = self.launch, self.kernel.grid[-1][0]
+        """The statements for several vectors of a thread, a block apart: all loads come first, and the checks, by which a program
+        is divided, last."""
+        at, var, ahead = self.launch, self.kernel.grid[-1][0], {*map(id, loads_ahead(stmts))}
         checks = [s for s in stmts if isinstance(s, Check)]
-        for some in filter(None, ([s for s in stmts if s not in checks], checks)):
+        moves = [s for s in stmts if s not in checks]
+        found = [x for x in loads(moves, (), var, at.vector) if id(x) in ahead]
+        for x in found:
+            held = self.fetched[id(x)] = self.fresh("q")
+            empty = " = {}" * (x.guard is not None)
+            self.line(f"{CUDA.element(x.buffer.dtype)} {held}[{at.repeats}][{at.vector}]{empty};")
+
+        def fetch(first: str) -> None:
+            for x in found:
+                self.fetch_vector(x, f"{self.fetched[id(x)]}[u]", var, at.vector, first, "rlx_fetch")
+
+        turns = [fetch] * bool(found)
+        turns += [partial(self.in_vectors, some, (), var, at.vector) for some in (moves, checks) if some]
+        stop = [f"if (point >= {at.points}) break;"] * (at.points % (at.threads * at.repeats) > 0)
+        for turn in turns:
             with self.scope(["#pragma unroll", f"for (int u = 0; u < {at.repeats}; u++) {{"]):
-                for text in self.of_point(f"first + u * {at.threads}"):
+                for text in self.of_point(f"first + u * {at.threads}", *stop):
                     self.line(text)
-                self.in_vectors(some, (), var, at.vector, f"{self.names[var]}_0")
+                turn(f"{self.names[var]}_0")
 
     def repeated(self, stmts: Sequence[Stmt]) -> None:
         """The statements for several points of a thread, a block apart."""
@@ -370,6 +388,9 @@ class CudaWriter(Writer):
         held: dict[int, str] = {}
         for x in loads(stmts, ends, var, size):
             key, fetch = key_of(x, var), "rlx_fetch"
+            if id(x) in self.fetched:
+                held[id(x)] = f"{self.fetched[id(x)]}[u]"
+                continue
             if key in self.registers and x.guard is None:
                 fetch = _kept_by(x)
                 held[id(x)] = f"{self.registers[key]}[{'0' if key in self.same else self.round}]"
@@ -698,6 +719,9 @@ class CudaWriter(Writer):
                 if ends:
                     self.line(f"if ({self.beyond(row, first, place)}) continue;")
                 do()
+            for x, key in ahead if do is not body else ():
+                if row.size * x.buffer.dtype.itemsize >= WORD:
+                    self.line(f"rlx_together({self.registers[key]}, gridDim.z - 1);")
 
     def beyond(self, row: Row, first: str, place: str) -> str:
         """Whether the iteration `first` of a row, which is at `place` in a block's part of it, has no element."""

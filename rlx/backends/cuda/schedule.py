@@ -17,7 +17,7 @@ from rlx.backends.cuda.edges import cut_at_edges
 from rlx.backends.cuda.peel import Peel, peeled
 from rlx.backends.cuda.points import in_rows, merged
 from rlx.backends.cuda.rows import Row, recomputed, row_loops, row_of
-from rlx.backends.cuda.vectors import BYTES, MOST, loads, loads_ahead, lone, rows_last, width
+from rlx.backends.cuda.vectors import BYTES, MOST, loads, loads_ahead, lone, rows_last, stores, width
 from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import long_sums
@@ -46,6 +46,7 @@ PART_FEW = 64  # parts of columns, up to which blocks have half as many warps: m
 LANE_BYTES, LONG_LANE, LONG_ROW = 4, 8, 1 << 17  # bytes that a lane reads of a row; of one of 32-bit elements that is so long
 PARTS = (2, 4, 8, 16, 32)  # of a row: a GPU runs many more blocks at once, so that all parts of a row run
 PACKED = (256, REGISTERS), (256, 40), (512, REGISTERS)  # threads of a block, and registers that hold two elements of a row each
+EVEN_ROUNDS = 4  # vectors of 16-bit elements of a thread, in rows of more than 8,192
 PART_LEAST = 4096  # elements of a row
 COLUMN_BYTES = 4 * PARTS[-1] * PART_WARPS * REGISTERS  # of a column that all parts keep
 FLYING = 128  # bytes of a long row that a thread has on their way, in elements of the least dtype
@@ -246,6 +247,9 @@ def _of_rows(
     team, points = _team(kernel), math.prod(n for _, n in kernel.grid)
     budgets = (FEW_REGISTERS,) if points < FEW_POINTS else (REGISTERS, MORE_REGISTERS)
     found = next(filter(None, (row_of(kernel, (WARP, *BLOCK_SIZES), n) for n in budgets)), None) if team > 1 else None
+    if points >= FEW_POINTS and team > WARP and (not found or found[0] > THREADS):
+        if even := _of_whole_warps(kernel):
+            return even
     packs = packs and team > WARP and (not found or found[0] > most)
     if packs and (packed := _in_parts(kernel, clusters, shared, packed=True)):
         if not found or packed.parts <= 2:
@@ -260,13 +264,26 @@ def _of_rows(
         return Launch(kernel, THREADS, THREADS, parts=parts, adjacent=True)  # adjacent blocks go on along a row
     if team == 1:
         kernel = rows_last(in_loops(long_sums(kernel)))
-        vector, repeats = _vector(kernel), _repeats(kernel)
-        vector, repeats = (1, repeats) if repeats > 2 * vector or vector == 1 else (vector, 1)
-        several = points % (vector * threads * FOLLOWED) == 0 and points // (vector * FOLLOWED) >= BUSY_THREADS
-        if vector > 1 and several and not kernel.limits and _places(kernel) and not _at_position(kernel):
-            repeats = FOLLOWED
+        vector = _vector(kernel)
+        whole = vector > 1 and kernel.grid[-1][1] % vector == 0
+        repeats = _vectors_apart(kernel, vector) if whole else _repeats(kernel)
+        if not whole:
+            vector, repeats = (1, repeats) if repeats > 2 * vector or vector == 1 else (vector, 1)
         return Launch(kernel, 1, threads, vector=vector, repeats=repeats)
     return _with_memory(Launch(kernel, team, threads))
+
+
+def _of_whole_warps(kernel: Kernel) -> Launch | None:
+    """Rows of 16-bit elements, of which each thread of a block has EVEN_ROUNDS vectors: of 2^n threads up to a half would have
+    fewer, and a multiprocessor room for fewer blocks."""
+    loops = row_loops(kernel)
+    if not loops or not all(x.buffer.dtype.itemsize == 2 for s in loops for x in _memory_loads(s)):
+        return None
+    team = -(-loops[0].extent // (MOST * EVEN_ROUNDS * WARP)) * WARP
+    found = row_of(kernel, (team,), MORE_REGISTERS) if THREADS < team <= 2 * THREADS else None
+    if not found or found[1].size < MOST or found[1].packed:
+        return None
+    return Launch(kernel, team, team, row=found[1])
 
 
 def _running(kernel: Kernel) -> Launch | None:
@@ -544,6 +561,22 @@ def _vector(kernel: Kernel) -> int:
     size = width(kernel.body, (), var, 0 if extent == points else extent, 2 if moves and _at_position(kernel) else 1)
     stored = max(1, sum(isinstance(s, Store) for s in kernel.body))  # elements of a point
     while size > 1 and points * stored // size < (MOVING_THREADS if moves else BUSY_THREADS):
+        size //= 2
+    return size
+
+
+def _vectors_apart(kernel: Kernel, vector: int) -> int:
+    """Vectors of a thread: with one that is short, or that waits for its place, too few bytes are on their way. As many as leave
+    every multiprocessor busy, and have room in registers."""
+    plain = not kernel.limits and all(isinstance(s, Let | Store | Check) for s in kernel.body)
+    if kernel.locals or not plain or _at_position(kernel):
+        return 1
+    var, points = kernel.grid[-1][0], math.prod(n for _, n in kernel.grid) // vector
+    read = loads(kernel.body, (), var, vector)
+    widest = max(x.buffer.dtype.itemsize for x in [*read, *stores(kernel.body, var, vector)])
+    size = max(1, BYTES // (vector * widest)) * (FOLLOWED if _places(kernel) else 1)
+    held = sum(x.buffer.dtype.itemsize for x in read) * vector // 4  # registers of one vector
+    while size > 1 and (points // size < BUSY_THREADS or size * held > REGISTERS):
         size //= 2
     return size
 

@@ -37,9 +37,15 @@ template <int T, class V, class F> RLX_FN V rlx_reduce(V a, F op) {
     rlx_sync<T>();
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = a;
     rlx_sync<T>();
-    a = parts[threadIdx.x % warps];
-    #pragma unroll
-    for (int by = warps / 2; by > 0; by /= 2) a = op(a, rlx_from(a, 32, by));
+    if constexpr ((warps & (warps - 1)) == 0) {
+      a = parts[threadIdx.x % warps];
+      #pragma unroll
+      for (int by = warps / 2; by > 0; by /= 2) a = op(a, rlx_from(a, 32, by));
+    } else {
+      a = parts[0];
+      #pragma unroll
+      for (int warp = 1; warp < warps; warp++) a = op(a, parts[warp]);
+    }
   }
   return a;
 }
@@ -343,6 +349,15 @@ template <int R, int V, class E> RLX_FN void rlx_again(E (&held)[R][V]) {
   #pragma unroll
   for (int n = 0; n < R * V * (int)sizeof(E) / 4; n++) asm volatile("" : "+r"((&words[0][0])[n]));
   memcpy(held, words, sizeof(held));
+}
+/* Vectors of a row, all of whose loads should be on their way before one is used: the first word of each waits for the last vector,
+   or the assembler, to save registers, would use the first vectors before it loads the last. `none` is 0, which it does not know. */
+template <int R, int V, class E> RLX_FN void rlx_together(E (&held)[R][V], uint32_t none) {
+  static_assert(V * sizeof(E) >= 4, "a vector has a word");
+  uint32_t last, word;
+  memcpy(&last, held[R - 1], 4);
+  #pragma unroll
+  for (int n = 0; n + 1 < R; n++) memcpy(&word, held[n], 4), word |= last & none, memcpy(held[n], &word, 4);
 }
 template <int V, class E> RLX_FN void rlx_put(E* at, const E (&values)[V]) {
   constexpr int bytes = V * sizeof(E) < 16 ? V * sizeof(E) : 16;
