@@ -163,11 +163,16 @@ class Report:
 
 
 def units(built: list[Built]) -> Iterator[tuple[str, list[Built]]]:
-    """Translation units."""
-    for functions, found in groupby(sorted(built, key=lambda b: b.functions), key=lambda b: b.functions):
-        alike = list(found)
-        for part in (alike[i : i + TOGETHER] for i in range(0, len(alike), TOGETHER)):
-            yield functions + "".join(b.text.removeprefix(functions) for b in part), part
+    """Translation units. Kernels behind the same functions share them; other functions are in a namespace of their own, and their
+    macros end with it: NVRTC takes longer to start than to read them."""
+    ordered = sorted(built, key=lambda b: b.functions)
+    for members in (ordered[i : i + TOGETHER] for i in range(0, len(ordered), TOGETHER)):
+        text = ""
+        for n, (functions, alike) in enumerate(groupby(members, key=lambda b: b.functions)):
+            ends = "".join(f"#undef {name}\n" for name in re.findall(r"^#define (\w+)", functions, re.M))
+            kernels = "".join(b.text.removeprefix(functions) for b in alike)
+            text += f"namespace unit{n} {{\n{functions}{kernels}\n}}\n{ends}"
+        yield text, members
 
 
 def assembled(text: str, arch: str) -> str:
@@ -200,8 +205,9 @@ def faults(built: list[Built], arch: str) -> list[str]:
         try:
             found = reports(text, arch)
         except Exception as e:  # noqa: BLE001  it is reported
-            names = f"{members[0].where}" + f" and {len(members) - 1} more" * (len(members) > 1)
-            return [f"{names}: NVRTC rejects it: {re.sub(chr(92) + 's+', ' ', str(e))[:500]}"]
+            if len(members) > 1:  # one of them is at fault
+                return [fault for b in members for fault in of_unit((b.text, [b]))]
+            return [f"{members[0].where}: NVRTC rejects it: {re.sub(chr(92) + 's+', ' ', str(e))[:500]}"]
         return [f"{b.where}: {fault}" for b in members for fault in judged(b, found[b.name], arch)]
 
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as threads:

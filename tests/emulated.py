@@ -85,9 +85,9 @@ def _packages(folder: Path) -> None:
     for package in (folder / "cache" / "archives").glob("*.deb"):
         if not package.name.endswith("_amd64.deb"):
             _run("dpkg-deb", "--extract", str(package), str(FOLDER / "root"))
-        elif package.name.startswith("qemu"):  # of a hundred emulators, one is wanted
+        elif package.name.startswith("qemu"):  # of a hundred emulators the first, and no more is unpacked
             (FOLDER / "root" / "usr" / "bin").mkdir(parents=True, exist_ok=True)
-            pipe = 'dpkg-deb --fsys-tarfile "$0" | tar -xC "$1" --wildcards "./usr/bin/qemu-aarch64*"'
+            pipe = 'dpkg-deb --fsys-tarfile "$0" | tar -xC "$1" --occurrence --wildcards "./usr/bin/qemu-aarch64*"'
             _run("sh", "-c", pipe, str(package), str(FOLDER / "root"))
     shutil.rmtree(folder)
 

@@ -62,8 +62,9 @@ def test_a_kernel_that_spills_is_found():
     }
     for word, body in bodies.items():
         text = f'extern "C" __global__ void __launch_bounds__(1024) kernel(float* p) {{\n{body}\n}}\n'
-        found = cuda_kernels.faults([cuda_kernels.Built("here", "kernel", kernel, text)], "sm_80")
-        assert any(word in fault and fault.startswith("here") for fault in found), (word, found)
+        fine = cuda_kernels.Built("there", "fine", kernel, text_of(kernel, "fine"))  # in the same translation unit
+        found = cuda_kernels.faults([cuda_kernels.Built("here", "kernel", kernel, text), fine], "sm_80")
+        assert any(word in fault for fault in found) and all(fault.startswith("here") for fault in found), (word, found)
 
 
 def test_code_is_shown_as_ptx():
