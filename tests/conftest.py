@@ -34,12 +34,15 @@ bytecode.share()
 shared_code.share()
 
 LONG = (  # files that take long, the longest first
-    "language", "ops", "aarch64", "cuda_kernels", "tensor_parallel", "ranks_mpi", "padding", "cuda", "experts",
-    "generated_code", "ranks_shm", "cpu_attention", "c_backend", "cli", "cpu_contract", "lines", "cuda_residency",
-    "cuda_blocks", "expert_budget", "cpu_amx", "cuda_chain", "expert_residency", "launch", "limits", "generate", "cuda_narrow",
-    "artifact_models", "add_an_op_doc", "convolution", "models", "kernel_texts", "explain_command", "onnx_backend", "tune",
-    "cpu_quant", "chat", "cpu_conv", "verifying", "int8", "cuda_networks", "bench", "memory", "crossing", "docs", "forks",
-    "collectives", "package", "graph_collectives", "cuda_executable", "onnx_models", "export_c", "cuda_decode", "emulated_amx",
+    "ops", "language", "aarch64", "tensor_parallel", "cuda_chain", "experts", "cuda_kernels", "cuda", "padding", "cpu_attention",
+    "cuda_residency", "ranks_mpi", "c_backend", "cli", "cpu_contract", "lines", "ranks_shm", "generated_code", "expert_budget",
+    "cpu_amx", "cuda_shapes", "cuda_blocks", "expert_residency", "add_an_op_doc", "cuda_narrow", "generate", "limits",
+    "kernel_texts", "convolution", "artifact_models", "launch", "vision_models", "cpu_conv", "boxes", "models", "cuda_factors",
+    "tune", "onnx_backend", "cuda_scatter", "cuda_attention", "late_device", "cpu_quant", "forks", "cuda_lines", "memory", "int8",
+    "verifying", "partition", "expert_pool", "image_functions", "language_experts", "crossing", "chat", "ops_reference", "size",
+    "explain_command", "cpu_amx_results", "cpu_render", "plan_mutations", "cuda_executable", "cuda_experts", "onnx_models",
+    "numbers", "collectives", "fuse", "groups", "text", "onnx_control", "package", "reductions", "calls", "graph_collectives",
+    "cuda_decode", "docs", "c_style", "cuda_networks", "emulated_amx",
 )  # fmt: skip
 
 
