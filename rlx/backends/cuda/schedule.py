@@ -65,6 +65,7 @@ SHARED_BYTES = 96 << 10  # Locals of a block that still let two blocks share a m
 COPIED = 128  # bytes: bulk copies to places in shared memory that are no multiples of it take longer
 FOLLOWED = 2  # vectors of a thread where one load waits for another
 MULTIPROCESSORS = 132  # of the GPUs that kernels are made for
+FOUND = 120  # of these, where clusters of 4 and 8 find room
 # shared memory of blocks of products (gemv_ring.py): a multiprocessor has one of the first two, and beside ALONE one of either
 # kind with less; with the less of the first kind there is room for a block of a decoding step's attention, too
 ALONE, LONG = 114 << 10, 116 << 10

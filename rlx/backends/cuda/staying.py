@@ -11,7 +11,7 @@ from itertools import pairwise
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.rows import Key, Row, expr_key, key_of, row_loops
-from rlx.backends.cuda.schedule import ALIGNED, RESERVED, WARP, Launch
+from rlx.backends.cuda.schedule import ALIGNED, FOUND, RESERVED, WARP, Launch
 from rlx.backends.cuda.vectors import loads
 from rlx.ir.dtype import f32
 from rlx.ir.kernel import EXTREMES, Alu, Kernel, Let, Load, Local, Loop, Var, is_const, walk
@@ -20,7 +20,6 @@ from rlx.records import record
 TEAM = 256
 ROUNDS = 7  # vectors of a thread in a row, if a cluster of so many blocks is enough for it
 PARTS = (2, 4, 8)
-FOUND = 120  # multiprocessors of a GPU, of 132, where clusters of 4 and 8 find room
 AT_ONCE = 2  # blocks of a multiprocessor; with a third one, all of them take longer
 FILE, REST = 64 << 10, 44  # registers of a multiprocessor; of a thread besides those of its elements
 SEVERAL, SINGLE = 20_000, 40_000  # columns, at least, of rows of several operands and of one

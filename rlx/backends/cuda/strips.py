@@ -12,13 +12,14 @@ from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import LONG_SUM, CudaWriter, Partial
 from rlx.backends.cuda.rows import Key, key_of, recomputed, repeated, row_loops
 from rlx.backends.cuda.vectors import BYTES, loads, width
-from rlx.ir.kernel import EXTREMES, Check, Kernel, Let, Load, Loop, Reduce, Stmt, Store, Var, walk
+from rlx.ir.kernel import EXTREMES, Check, Kernel, Let, Load, Loop, Reduce, Store, Var, walk
 from rlx.ir.nest import joined, substitute
 from rlx.ir.overlap import may_overlap
 from rlx.records import record
 
 from rlx.backends.cuda.schedule import (  # isort: skip
-    ALIGNED, CLUSTER, COLUMN_BYTES, LARGEST, MULTIPROCESSORS, PART_WARPS, PARTS, REGISTERS, RESERVED, WARP, Launch, lanes_down,
+    ALIGNED, CLUSTER, COLUMN_BYTES, FOUND, LARGEST, MULTIPROCESSORS, PART_WARPS, PARTS, REGISTERS, RESERVED, WARP, Launch,
+    lanes_down,
 )  # fmt: skip
 
 ELEMENT, WIDEST = 4, 256  # bytes: of an element, and of a row of a strip, at most
@@ -28,15 +29,16 @@ THREADS = 256
 # element: memory stores wide rows faster, and some blocks compute or wait while another loads or stores
 FORMS = {
     2: [(128, 3, CLUSTER), (64, 4, CLUSTER), (64, 3, 2 * CLUSTER), (64, 2, CLUSTER)],
-    4: [(WIDEST, 4, CLUSTER), (128, 3, 2 * CLUSTER), (128, 2, 2 * CLUSTER), (64, 2, 2 * CLUSTER)],
+    4: [(WIDEST, 4, CLUSTER), (WIDEST, 2, CLUSTER), (128, 3, 2 * CLUSTER), (128, 2, 2 * CLUSTER), (64, 2, 2 * CLUSTER)],
 }
-WAITS = 4  # groups of copies that a thread waits for, one after the other
-UNROLLED = 2  # vectors of a thread at once in the later loops
+WAITS, UNROLLED = 4, 2  # groups of copies that a thread waits for in turn; vectors of a thread at once in the later loops
 LEAST = 1 << 20  # elements
 SPARE = 11 << 10  # bytes of a block for what it tells others
 SHORT = PART_WARPS * REGISTERS  # rows that a block keeps in registers
 WORD = 4  # bytes of the least copy
 ROUNDS = 1.5  # of blocks: with fewer, and more than one, many multiprocessors have nothing to do in the last one
+MANY_ROUNDS = 4  # from which two wide blocks of a multiprocessor, without room for a third, are faster than three narrow ones
+IDLE = 1.1  # times as much time lost by the last round: enough for another kernel
 
 
 @record
@@ -82,7 +84,7 @@ def strips(kernel: Kernel, clusters: bool, most: int) -> StripsLaunch | None:
     reduces = [r for x in loops for r in x.reduces]
     totals = sum(8 if r.op == "add" and extent > LONG_SUM else r.value.dtype.compute.itemsize for r in reduces)
     found = dict[tuple[int, int], StripsLaunch]()  # by bytes of a row and blocks of a multiprocessor
-    for wide, at_once, parts in _forms(max(bytes_), extent * len(keys), most):
+    for wide, at_once, parts in _forms(max(bytes_), extent * len(keys), most, points):
         across, part, warps = min(WARP, max(1, wide // (size * max(bytes_)))), -(-extent // parts), THREADS // WARP
         held = part * across * size * sum(bytes_)
         told = totals * (warps + parts) * WARP * max(1, size * across // WARP) + 8 * len(reduces)
@@ -91,16 +93,20 @@ def strips(kernel: Kernel, clusters: bool, most: int) -> StripsLaunch | None:
             words=4 * WARP * parts * len(reduces) + 1, across=across, rounds=-(-part * across // THREADS), keys=keys,
             at_once=at_once,
         )  # fmt: skip
+        if (wide, at_once) == (WIDEST, 2) and (3 * held <= most or at.blocks < MANY_ROUNDS * 2 * MULTIPROCESSORS):
+            continue
         if held + -(-told // ALIGNED) * ALIGNED <= (most + RESERVED) // at_once - RESERVED and at.blocks >= MULTIPROCESSORS:
             found.setdefault((wide, at_once), at)
     first, second = [*found.values(), None, None][:2]
     return second if first and second and 1 <= first.blocks / (first.at_once * MULTIPROCESSORS) < ROUNDS else first
 
 
-def _forms(itemsize: int, rows: int, most: int) -> list[tuple[int, int, int]]:
+def _forms(itemsize: int, rows: int, most: int, columns: int = 0) -> list[tuple[int, int, int]]:
     """Bytes of a row of a strip, blocks of a multiprocessor, and those of a cluster, the best first. `most`: bytes of a block."""
     forms, blocks = FORMS[max(2, itemsize)], 1 << (-(-rows // SHORT) - 1).bit_length()
-    if itemsize > 2 and blocks <= CLUSTER and 8 * rows > 7 * blocks * SHORT:  # registers of a cluster, which are as fast
+    kept, own = (max(1.0, columns * CLUSTER / (WARP * FOUND * n)) for n in (2, 3))  # rounds of clusters: by registers, of strips
+    busier = most == LARGEST and blocks == CLUSTER and own > 1 and math.ceil(kept) / kept > IDLE * math.ceil(own) / own
+    if itemsize > 2 and blocks <= CLUSTER and 8 * rows > 7 * blocks * SHORT and not busier:  # registers, which are as fast
         forms = [form for form in forms if form[0] == WIDEST]
     room = 2 * CLUSTER if most == LARGEST and rows > CLUSTER * SHORT else CLUSTER
     return [(wide, at_once, n) for wide, at_once, largest in forms for n in PARTS if n <= min(largest, room)]
@@ -129,14 +135,7 @@ def _one_row(kernel: Kernel) -> Kernel:
     """The kernel with one variable for the rows of all loops, so that equal loads look equal."""
     grid, body = joined(kernel.grid, kernel.body) if kernel.grid else (kernel.grid, kernel.body)
     loops = [s for s in body if isinstance(s, Loop)]
-
-    def renamed(s: Stmt) -> Stmt:
-        return s if not isinstance(s, Loop) else replace(
-            s, var=loops[0].var, body=substitute(s.body, {s.var: loops[0].var}),
-            reduces=substitute(s.reduces, {s.var: loops[0].var}),
-        )  # fmt: skip
-
-    return replace(kernel, grid=grid, body=tuple(map(renamed, body)))
+    return replace(kernel, grid=grid, body=substitute(body, {s.var: loops[0].var for s in loops}))
 
 
 class StripsWriter(CudaWriter):
@@ -202,11 +201,9 @@ class StripsWriter(CudaWriter):
         return [(start, end) for start, end in zip(ends, ends[1:]) if start < end]
 
     def copy(self, loops: Sequence[Loop]) -> None:
-        at, offset, found = self.launch, 0, dict[Key, Load]()
+        at, offset, found = self.launch, 0, {key_of(x, self.column): x for s in loops for x in self.kept(s)}
         self.line(f"extern __shared__ __align__({ALIGNED}) unsigned char rlx_shared[];")
         self.line(f"const rlx_index end = min((part + 1) * {at.part}, (rlx_index){loops[0].extent});")
-        for x in (x for s in loops for x in self.kept(s)):
-            found.setdefault(key_of(x, self.column), x)
         for key, x in found.items():
             self.copied[key], element = self.fresh("q"), CUDA.element(x.buffer.dtype)
             self.line(f"{element}* const {self.copied[key]} = ({element}*)(rlx_shared + {offset}) + threadIdx.x * {at.vector};")
