@@ -53,7 +53,7 @@ def op(name: str, **facts: Any) -> Callable[..., Any]:
     attr_names = _attribute_names(declared)
 
     def build(*operands: Any, shape: Any = None, name: str | None = None, **attrs: Any) -> Value | tuple[Value, ...]:
-        extra: tuple[Any, ...] = ()
+        extra: tuple[object, ...] = ()
         if most is not None:
             operands, extra = operands[:most], operands[most:]
         elif operands and isinstance(operands[0], (list, tuple)):
