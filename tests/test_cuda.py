@@ -15,7 +15,7 @@ from cuda_kernels import assembled
 from op_cases import cases
 
 import rlx
-from rlx.backends.cuda import attention, scatter, streamed, vectors
+from rlx.backends.cuda import attention, binned, scatter, streamed, vectors
 from rlx.backends.cuda.backend import CudaBackend, target
 from rlx.backends.cuda.chain import Chain
 from rlx.backends.cuda.code import cubin, launch_of, text_of
@@ -512,7 +512,7 @@ def test_sums_by_index_take_a_lane_for_each_column():
     assert "__sync" not in text.split("kernel(")[1] and cubin(text, "sm_90a")
 
 
-@pytest.mark.parametrize("dims, chosen, axis", [((100, 64), (500,), 0), ((3, 90, 70), (50, 4), 1), ((30_000,), (20_000,), 0)])
+@pytest.mark.parametrize("dims, chosen, axis", [((100, 64), (500,), 0), ((3, 90, 70), (50, 4), 1), ((15_000, 2), (20_000,), 0)])
 def test_blocks_share_the_places_of_sums_by_index(dims, chosen, axis):
     def build(g, count=chosen):
         more = g.input("u", (*dims[:axis], *count, *dims[axis + 1 :]), "bf16")
@@ -667,7 +667,7 @@ def test_no_tile_where_whole_lines_are_read():
 
 
 def test_a_team_has_read_what_one_of_its_threads_overwrites(monkeypatch):
-    for module in (scatter, streamed):
+    for module in (scatter, streamed, binned):
         monkeypatch.setattr(module, "way_of", lambda kernel: (scatter.scatter_of(kernel), "team"))
     given = lambda g: (g.input(n, (99, many), t) for n, many, t in (("x", 9000, "f32"), ("i", 2000, "i32"), ("u", 2000, "f32")))  # noqa: E731
     text = text_of(launch_of(one(lambda g: rlx.scatter_elements(*given(g), axis=1, mode="add")), "sm_90a"), "kernel")

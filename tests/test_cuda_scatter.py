@@ -12,11 +12,12 @@ import pytest
 
 import rlx
 from rlx.backends.cuda.backend import target
+from rlx.backends.cuda.binned import BinLaunch
 from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.gpu import refusal
 from rlx.backends.cuda.patched import PatchLaunch
 from rlx.backends.cuda.replaced import ReplaceLaunch
-from rlx.backends.cuda.scatter import FEW_PICKS, MARKS, ScatterLaunch, scatter_of
+from rlx.backends.cuda.scatter import FEW_PICKS, LARGE, MARKED, MARKS, ScatterLaunch, scatter_of
 from rlx.backends.cuda.streamed import StreamLaunch
 from rlx.backends.ref.interpret import run_kernel
 from rlx.compiler import lower
@@ -91,9 +92,9 @@ def test_many_updates_of_long_lines_are_not_looked_at():
     assert scatter_of(kernel_of((1 << 14, 256), 0, 64, "add", "f32"))
 
 
-@pytest.mark.parametrize("dims, count, grain", [((8192,), 8192, 2), ((1 << 21,), 1 << 19, 8), ((1 << 24,), 1 << 22, 256)])
+@pytest.mark.parametrize("dims, count, grain", [((8192, 2), 8192, 2), ((1 << 21, 2), 1 << 19, 8), ((1 << 24,), 1 << 22, 256)])
 def test_marks_of_many_updates_are_of_some_together(dims: tuple[int, ...], count: int, grain: int) -> None:
-    found = launch_of(kernel_of(dims, 0, count, "add", "f32"))
+    found = launch_of(kernel_of(dims, 0, count, "rows", "f32"))
     assert isinstance(found, ScatterLaunch) and found.grain == grain and found.blocks * found.words_each <= MARKS
 
 
@@ -114,8 +115,7 @@ def test_blocks_share_lines_with_indices_of_their_own() -> None:
 
 
 MANY = [  # columns of a block, and tiles of a line
-    ((3000, 100), 0, 3000, 2, 1), ((40, 9001), 1, 7000, 1, 1), ((2, 4096, 37, 8), 1, 4000, 4, 1), ((9, 70_001), 1, 9000, 1, 4),
-    ((9000, 90), 0, 2000, 4, 2),
+    ((2, 4096, 37, 8), 1, 4000, 4, 1), ((300, 5000), 1, 5000, 1, 1), ((200, 9001), 1, 3000, 1, 1), ((9000, 1100), 0, 3000, 4, 2),
 ]  # fmt: skip
 
 
@@ -273,6 +273,91 @@ def test_updates_pass_by_in_order(dims: tuple[int, ...], axis: int, count: int, 
         compiled.run({**given, "i": np.full(some, dims[axis])})
 
 
+BINNED = [  # the last: twice as many threads
+    ((1_000_003,), 0, 100_000), ((4, 100), 1, 3000), ((20, 9001), 1, 9000), ((9000, 90), 0, 2000), ((77,), 0, 20_000),
+    ((5, 700, 33), 1, 9000), ((64, 100_000), 1, 10_000),
+]  # fmt: skip
+
+
+def bins_of_updates(dims: tuple[int, ...], axis: int, count: int, mode: str = "add", dtype: str = "f32") -> BinLaunch:
+    found = launch_of(kernel_of(dims, axis, count, mode, dtype))
+    assert isinstance(found, BinLaunch) and found.bins
+    b = found.bins
+    assert b.width * b.bins >= math.prod(dims) > b.width * (b.bins - 1)
+    size, updates = b.threads * b.each, math.prod(dims) // dims[axis] * count
+    assert size * b.tiles >= updates > size * (b.tiles - 1)
+    assert found.scratch * found.blocks >= 8 * size * b.tiles + 4 * b.bins * b.tiles
+    return found
+
+
+@pytest.mark.parametrize("dims, axis, count", BINNED)
+def test_many_updates_of_single_elements_are_sorted_by_bins(dims: tuple[int, ...], axis: int, count: int) -> None:
+    pytest.importorskip("cuda.core")
+    for dtype in ("f32", "bf16", "f64", "i8") if math.prod(dims) < 1 << 22 else ("f32",):
+        found = bins_of_updates(dims, axis, count, dtype=dtype)
+        for arch in ("sm_80", "sm_90a", "sm_100"):
+            (report,) = reports(text_of(found, "kernel"), arch).values()
+            assert not report.stack and not report.spilled
+    assert (found.threads == 1024) == (math.prod(dims) > 1 << 22)
+
+
+def test_what_is_not_sorted_by_bins() -> None:
+    kernel = kernel_of((8_000_000,), 0, 2_000_000, "add", "f32")
+    assert isinstance(launch_of(kernel), BinLaunch)
+    assert type(launch_of(kernel, "sm_86")) is ScatterLaunch, "a block has too little shared memory"
+    assert type(launch_of(kernel_of((1 << 24,), 0, 1 << 22, "add", "f32"))) is ScatterLaunch, "too many places"
+    assert type(launch_of(kernel_of((100_000, 2), 0, 50_000, "rows", "f32"))) is ScatterLaunch, "rows"
+    assert type(launch_of(kernel_of((5000,), 0, MARKED - 1, "rows", "f32"))) is ScatterLaunch, "few updates"
+    for case in (((101, 101), 0, 101), ((16, 4000), 1, 1000), ((200, 200), 0, 200)):
+        assert type(launch_of(kernel_of(*case, "max", "f32"))) is ScatterLaunch, "few updates for each block"
+
+
+@on_gpu
+@pytest.mark.parametrize("dims, axis, count", BINNED)
+@pytest.mark.parametrize("mode", ["add", "mul", "replace"])
+@pytest.mark.parametrize("dtype, index", [("f32", "i64"), ("f64", "i32")])
+def test_updates_sorted_by_bins_are_in_order(
+    dims: tuple[int, ...], axis: int, count: int, mode: str, dtype: str, index: str
+) -> None:  # fmt: skip
+    """Random numbers, of random indices, of few, of equal ones, and of all in turn; of lines of which one has no updates."""
+    some, rng = [*dims[:axis], count, *dims[axis + 1 :]], np.random.default_rng(0)
+    some[axis - 1] -= len(dims) > 1
+    g = rlx.Graph("scatter")
+    x, at, u = g.input("x", dims, dtype), g.input("i", tuple(some), index), g.input("u", tuple(some), dtype)
+    g.set_outputs([rlx.scatter_elements(base, at, u, axis=axis, mode=mode) for base in (x, x * 2.0)])
+    kind = rlx.as_dtype(dtype).numpy
+    given: dict[str, np.ndarray] = {"x": rng.standard_normal(dims).astype(kind), "u": (1 + rng.random(some) / 99).astype(kind)}
+    compiled, cpu = rlx.Session("cuda").compile(g), rlx.Session("cpu").compile(g)
+    along = np.arange(count).reshape([-1 if n == axis else 1 for n in range(len(dims))]) % dims[axis]
+    indices = [rng.integers(0, most, some) for most in (dims[axis], min(dims[axis], 40))]
+    for held in (*indices, np.full(some, dims[axis] - 1), np.broadcast_to(along, some)):
+        given["i"] = np.ascontiguousarray(held.astype(index.replace("i", "int")))
+        for _ in range(2):
+            for found, wanted in zip(compiled.run(given), cpu.run(given)):
+                np.testing.assert_array_equal(found, wanted)
+    for wrong in (dims[axis], -1):
+        bad = given["i"].copy()
+        bad[tuple(n // 2 for n in some)] = wrong
+        with pytest.raises(rlx.RlxError, match="out of range"):
+            compiled.run({**given, "i": bad})
+        np.testing.assert_array_equal(compiled.run(given)[0], cpu.run(given)[0])
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["bf16", "i8", "i64"])
+def test_bins_of_other_dtypes(dtype: str) -> None:
+    """Whole numbers, of indices of which many are the same."""
+    for dims, axis, count in BINNED[:5]:
+        some, rng, kind = (*dims[:axis], count, *dims[axis + 1 :]), np.random.default_rng(0), rlx.as_dtype(dtype).numpy
+        g = rlx.Graph("scatter")
+        x, at, u = g.input("x", dims, dtype), g.input("i", some, "i64"), g.input("u", some, dtype)
+        g.set_outputs([rlx.scatter_elements(x, at, u, axis=axis, mode=mode) for mode in ("add", "max")])
+        given = {"x": rng.integers(-9, 9, dims).astype(kind), "u": (rng.integers(0, 40, some) == 0).astype(kind)}
+        given["i"] = rng.integers(0, dims[axis], some) // 3
+        for found, wanted in zip(rlx.Session("cuda").compile(g).run(given), rlx.Session("cpu").compile(g).run(given)):
+            np.testing.assert_array_equal(found.astype(np.float64), wanted.astype(np.float64))
+
+
 @on_gpu
 @pytest.mark.parametrize("dims, axis, count", ROWS)
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "i8"])
@@ -291,7 +376,7 @@ def test_rows_are_patched_in_order(dims: tuple[int, ...], axis: int, count: int,
         compiled.run({**given, "i": np.full(count, dims[axis])})
 
 
-@pytest.mark.parametrize("dims, count", [((3000, 264), 2000), ((1334, 50_304), 667), ((9000, 72), 9001)])
+@pytest.mark.parametrize("dims, count", [((3000, 264), 2000), ((1334, 50_304), 667), ((9000, 72), 9001), ((4097, 4096), 2048)])
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f64"])
 def test_updates_of_many_rows_stay_in_registers(dims: tuple[int, ...], count: int, dtype: str) -> None:
     """Also beside the indices that are found."""
@@ -299,10 +384,13 @@ def test_updates_of_many_rows_stay_in_registers(dims: tuple[int, ...], count: in
     found = launch_of(kernel_of(dims, 0, count, "rows", dtype))
     (report,) = reports(text_of(found, "kernel"), "sm_90a").values()
     assert isinstance(found, ScatterLaunch) and not report.spilled
+    assert (found.threads == LARGE) == (dims == (4097, 4096))
 
 
 @on_gpu
-@pytest.mark.parametrize("dims, count", [((3000, 264), 2000), ((1334, 50_304), 667), ((9000, 72), 9001), ((41, 3000), 300)])
+@pytest.mark.parametrize(
+    "dims, count", [((3000, 264), 2000), ((1334, 50_304), 667), ((9000, 72), 9001), ((41, 3000), 300), ((4097, 4100), 2049)]
+)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_many_rows_are_updated_by_blocks(dims: tuple[int, ...], count: int, dtype: str) -> None:
     """Whole numbers; of other than random indices, a block has more updates than it lists."""

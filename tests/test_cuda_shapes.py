@@ -11,6 +11,7 @@ from test_cuda import HOPPER, graph, kernels, on_gpu, one
 
 import rlx
 from rlx.backends.cuda.backend import target
+from rlx.backends.cuda.binned import BinLaunch
 from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.direct import DirectLaunch
 from rlx.backends.cuda.scatter import ScatterLaunch
@@ -290,7 +291,7 @@ def test_blocks_share_the_places_of_other_updates(mode):
         g.input("x", (30_000,), "f32"), g.input("i", (30_000,), "i64"), g.input("u", (30_000,), "f32"), axis=0, mode=mode
     )
     found = launch_of(kernel := one(build), "sm_90a")
-    assert isinstance(found, ScatterLaunch) and found.blocks >= 100 and cubin(text_of(found, "kernel"), "sm_90a")
+    assert isinstance(found, BinLaunch) and found.blocks >= 100 and cubin(text_of(found, "kernel"), "sm_90a")
     # as many updates as places: if their memory were that of the results, another block would read it too late
     assert {kernel.buffers[read].name for read, _ in may_overlap(kernel)} == {"b3"}
 

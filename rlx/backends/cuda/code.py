@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.backends.cuda import attention, direct, flash
+from rlx.backends.cuda.binned import BinLaunch, BinWriter, binned
 from rlx.backends.cuda.chain import Chain, in_chains
 from rlx.backends.cuda.chain_writer import NAME, ChainText, written
 from rlx.backends.cuda.columns import ColumnsLaunch, ColumnsWriter, columns
@@ -146,7 +147,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
         return found
     if has_tiles(kernel) and sums is None:
         return tiled(kernel)
-    updates = replacing(kernel) or patched(kernel) or streamed(kernel) or scattered(kernel)
+    updates = replacing(kernel) or patched(kernel) or streamed(kernel) or binned(kernel, most) or scattered(kernel)
     sort = selected(kernel, most, multiprocessors) or sorted_rows(kernel, most, multiprocessors)
     if loops := sort or updates or staged(sums or kernel):
         return loops
@@ -179,7 +180,8 @@ WRITERS: dict[type[Launch], type[CudaWriter]] = {
     StagedLaunch: StagedWriter, StayingLaunch: StayingWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter,
     SelectLaunch: SelectWriter,
     ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter, PatchLaunch: PatchWriter,
-    StreamLaunch: StreamWriter, GemvLaunch: GemvWriter, FragmentLaunch: FragmentWriter, BlocksLaunch: BlocksWriter,
+    StreamLaunch: StreamWriter, BinLaunch: BinWriter,
+    GemvLaunch: GemvWriter, FragmentLaunch: FragmentWriter, BlocksLaunch: BlocksWriter,
     RingLaunch: RingWriter, direct.DirectLaunch: direct.DirectWriter,
     attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,
 }  # fmt: skip

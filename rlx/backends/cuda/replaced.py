@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rlx.backends.cuda.render import CudaWriter
-from rlx.backends.cuda.scatter import Scatter, name_pick, scatter_of, shares, unclamped, way_of
+from rlx.backends.cuda.scatter import name_pick, scatter_of, shares, unclamped, way_of
 from rlx.backends.cuda.schedule import MULTIPROCESSORS, Launch
 from rlx.ir.kernel import Kernel, Load, coefficient, walk
 from rlx.records import record
@@ -42,6 +42,14 @@ class ReplaceWriter(CudaWriter):
     launch: ReplaceLaunch
     headers = ("scatter.h", "replaced.h")
 
+    def __init__(self, launch: ReplaceLaunch) -> None:
+        super().__init__(launch)
+        found = scatter_of(self.kernel)
+        assert found
+        self.found = unclamped(found)
+        self.end = self.found.end.extent
+        self.along = coefficient(self.found.last.index, self.found.end.var) == 1
+
     def coordinates(self) -> Iterator[str]:
         """Those of indices and of places are of their functions."""
         yield from ()
@@ -69,22 +77,20 @@ class ReplaceWriter(CudaWriter):
         self.lines[-1] += ";"
 
     def body(self) -> None:
-        scatter = scatter_of(self.kernel)
-        assert scatter
-        found = unclamped(scatter)
-        self.end = found.end.extent
-        index = next(x for x in walk((found.check, found.put.index)) if isinstance(x, Load))
-        near = coefficient(index.index, found.picks[-1].var) == 1
-        along = coefficient(found.last.index, found.end.var) == 1
+        index = next(x for x in walk((self.found.check, self.found.put.index)) if isinstance(x, Load))
+        near = coefficient(index.index, self.found.picks[-1].var) == 1
         with self.alone():
-            self.of_picks(found, index, near, along)
-            self.of_places(found, along)
-        at = self.launch
-        functions = "look, word, number, old, update, put"
+            self.of_picks(index, near)
+            self.of_updates(near)
+            self.of_places()
+        self.call()
+
+    def call(self) -> None:
+        at, functions = self.launch, "look, word, number, old, update, put"
         self.line(f"rlx_replace<{at.threads}, {EACH}>(rlx_counters, {at.places}, {at.picks}, halted, {functions});")
 
-    def of_picks(self, found: Scatter, index: Load, near: bool, along: bool) -> None:
-        seen, lines = self.type(index.dtype), self.launch.places // self.end
+    def of_picks(self, index: Load, near: bool) -> None:
+        found, seen, lines = self.found, self.type(index.dtype), self.launch.places // self.end
         with self.of_line(f"const auto look = [&](rlx_uindex id) -> {seen}", found.count, near):
             name_pick(self, found.picks)
             self.line(f"return {self.value(index)};")
@@ -93,21 +99,29 @@ class ReplaceWriter(CudaWriter):
             self.memo[id(index)] = "seen"
             self.statement(found.check)
             place, inside = self.value(found.put.index), self.value(found.inside)
-            self.line(f"return {inside} ? {f'line * {self.end} + {place}' if along else f'{place} * {lines} + line'} : -1;")
+            self.line(f"return {inside} ? {f'line * {self.end} + {place}' if self.along else f'{place} * {lines} + line'} : -1;")
+
+    def of_updates(self, near: bool) -> None:
+        found, lines = self.found, self.launch.places // self.end
         number = f"id % {found.count}" if near else f"id / {lines}"
         self.line(f"const auto number = [&](rlx_uindex id) -> rlx_uindex {{ return {number}; }};")
+        head = f"const auto update = [&](rlx_uindex id, rlx_index pick) -> {self.type(found.put.buffer.dtype)}"
+        with self.of_line(head, self.end, self.along, ""):
+            self.update()
 
-    def of_places(self, found: Scatter, along: bool) -> None:
-        kind = self.type(found.put.buffer.dtype)
-        with self.of_line(f"const auto old = [&](rlx_uindex id) -> {kind}", self.end, along, name := self.fresh("i")):
+    def update(self) -> None:
+        """Return that of number `pick`."""
+        name_pick(self, self.found.picks)
+        self.memo[id(self.found.inside)] = "true"
+        self.line(f"return {self.value(self.found.update)};")
+
+    def of_places(self) -> None:
+        found, kind = self.found, self.type(self.found.put.buffer.dtype)
+        with self.of_line(f"const auto old = [&](rlx_uindex id) -> {kind}", self.end, self.along, name := self.fresh("i")):
             self.names[found.start.var] = name
             self.line(f"return {self.value(found.first.value)};")
-        with self.of_line(f"const auto update = [&](rlx_uindex id, rlx_index pick) -> {kind}", self.end, along, ""):
-            name_pick(self, found.picks)
-            self.memo[id(found.inside)] = "true"
-            self.line(f"return {self.value(found.update)};")
         head = f"const auto put = [&](rlx_uindex id, {kind} held)"
-        with self.of_line(head, self.end, along, name := self.fresh("i")):
+        with self.of_line(head, self.end, self.along, name := self.fresh("i")):
             self.names[found.end.var] = name
             self.memo[id(found.last.value)] = "held"
             self.block((found.last,))

@@ -1,7 +1,8 @@
 """Updates of indexed destinations, such as sums: a block owns some destinations and finds the indices that select them, in
 order; its threads keep their results in registers. Other ways: each destination looks at all of a few updates; of updates that
 replace what is there, the last one for each destination is found first (replaced.py); a tensor with few updates is copied, and
-patched (patched.py); of lines with many indices of their own, a block has a tile of sums that all updates pass (streamed.py)."""
+patched (patched.py); of lines with many indices of their own, a block has a tile of sums that all updates pass (streamed.py), or
+updates are sorted by bins of places first (binned.py). More than 500 lines: the choice among all of these is here, too."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ BLOCKS, PLENTY = 4 * 132, 8  # all there at once: each one reads all indices; ti
 FEW, LONG, MORE = 1024, 32, 4  # indices, and places of a thread, with which 4 times as many blocks share the work more evenly
 BUSY = 32 * THREADS  # threads with fewer elements each, if there are no more
 MOST = 2048  # places of a block
+LARGE, AMPLE, IDLE = 512, 4, 0.07  # threads of a block of many indices without marks; vectors of each, at least; idle, at most
 FEW_PICKS = 8  # updates of a line that each of its places looks at
 PLACES, ENOUGH = 8, 1 << 15  # of a thread that looks, if there are as many threads
 LEAST, PICKS = 1 << 14, 256  # updates, or places, that are worth several blocks; indices that one block takes too long for
@@ -37,6 +39,7 @@ TEAMS = 2048  # that work at once
 LOOK, FAR_LOOK = 0.1, 0.3  # of a place at an update that is next to the one before, or far from it
 LOOKS = 2.5e6  # of all places, in 1 µs
 BLOCK, INDEX = 4, 0.01  # of a block, and of each index it reads
+READ, OWN_INDEX = 0.0015, 0.0085  # parts of the latter: of each index, and of those of its own places
 APART = 2  # times as long, where elements of a line are not adjacent
 TOGETHER = 528  # blocks that work at once
 WORDS, WORD = 4, 2e-5  # of a launch with words, and of an update
@@ -56,6 +59,12 @@ STREAM_THREADS, STREAMING, CLAIMS = 512, 264, 4096  # of a block; blocks that wo
 STREAM_ROOM, STREAM_COLUMNS = 72 << 10, (1, 2, 4, 8, 16)  # bytes of sums, and adjacent lines, of a block
 STREAMED = 1 << 16  # updates that are worth it
 SECTOR = 32  # bytes that are read together
+# The same of updates that are sorted by bins of places, fitted to 18 scatters
+BINS, BIN_EACH, BIN_MORE, BIN_TILES = 255, 7, 4, 2048  # at most: bins; updates of a thread in a tile, and in a bin; tiles
+BIN_ROOM, BIN_MOST = 68 << 10, 144 << 10  # bytes of sums of a block, if two share a multiprocessor, and if one has it
+BIN, BIN_UPDATE, BIN_PLACE = 7.5, 2.1e-5, 3.3e-6  # of a launch, of an update, and of a place
+BINNED, DENSE = 20_000, 8  # updates, or 64 places for each, that are worth it; updates for each place that are
+CLEARLY = 0.9  # of the time of another way, at most
 STATIC = 48 << 10  # bytes of shared memory of a block without further ado
 TILE_ROOM = 4096  # indices that may select places of a tile, at most: a block lists all, and compares those that select the same
 ACROSS_MOST = 1 << 10  # vectors of a row of a tile, which a block adds up by itself if all updates are of one row
@@ -221,6 +230,39 @@ def stream_of(kernel: Kernel, found: Scatter) -> Stream:
     return min((of(n) for n in STREAM_COLUMNS if n <= near and found.count * n < WIDE // 2), key=lambda x: x.time)
 
 
+@record
+class Bins:
+    """Each of `bins` has `width` places of all lines. Of the updates of a tile, each of `threads` has `each`; of those of a bin
+    it has `more` at a time."""
+
+    threads: int
+    each: int
+    more: int
+    width: int
+    bins: int
+    tiles: int
+    time: float
+
+
+@kept
+def bins_of(kernel: Kernel) -> Bins | None:
+    """The bins of a scatter of single elements; None: it is something else, or has too many places or updates."""
+    found, points = scatter_of(kernel), math.prod(n for _, n in kernel.grid)
+    if not found or (found.of_all and points > 1):
+        return None
+    places, picks, item = points * found.end.extent, points * found.count, found.put.buffer.dtype.compute.itemsize
+    width = -(-places // BINS)
+    width = -(-width // SECTOR) * SECTOR if width > SECTOR else width
+    threads = STREAM_THREADS * (1 + (width * item > BIN_ROOM))
+    at_once = STREAMING * STREAM_THREADS  # threads
+    each = -(-picks // (at_once * -(-picks // (at_once * BIN_EACH))))
+    tiles, bins = -(-picks // (threads * each)), -(-places // width)
+    if width * item > BIN_MOST or tiles > BIN_TILES or max(places, picks) >= WIDE // 2:
+        return None
+    more = min(BIN_MORE, -(-picks * 5 // (4 * threads * bins)))  # a quarter more than a bin has on average
+    return Bins(threads, each, more, width, bins, tiles, BIN + BIN_UPDATE * picks + BIN_PLACE * places)
+
+
 def _inner(kernel: Kernel, found: Scatter) -> int:
     """The elements between adjacent places, if the result is dense and starts as a tensor of the same dtype and layout, or as one
     number; else 0."""
@@ -239,7 +281,8 @@ def _inner(kernel: Kernel, found: Scatter) -> int:
 @kept
 def way_of(kernel: Kernel) -> tuple[Scatter | None, str]:
     """A scatter, and how it is done: by "blocks" that own places, by "places" that look at all updates of their line, by "words"
-    of the last update for each place, as a copy that is "patched", "streamed" by tiles of sums, or by a "team" for each line.
+    of the last update for each place, as a copy that is "patched", "streamed" by tiles of sums, "binned" once the updates are
+    sorted by bins of places, or by a "team" for each line.
     Lines that shared memory has no room for have teams only if nothing else can do them: else they would need as much again."""
     found, points = None if kernel.limits else scatter_of(kernel), math.prod(n for _, n in kernel.grid)
     if not found or 0 in (points, found.count, found.end.extent):
@@ -256,8 +299,10 @@ def way_of(kernel: Kernel) -> tuple[Scatter | None, str]:
     if patch and patch.time < MOSTLY * (PATCH + patch.copy):
         if count > FEW_PICKS or looks / LOOKS > patch.copy or (together and not along):
             return found, "streamed" if stream and stream.time < patch.time else "patched"
+    bins = bins_of(kernel) if narrow else None
     if together:
-        return found, "words" if words else "places" if along and count <= FEW_PICKS else "blocks"
+        sorts = bins and count >= MARKED
+        return found, "words" if words else "places" if along and count <= FEW_PICKS else "binned" if sorts else "blocks"
     if count <= FEW_PICKS:
         return found, "places"
     tiles = 1 if found.of_all else -(-places // _rows(found, points, 1, 1)[0])
@@ -276,14 +321,18 @@ def way_of(kernel: Kernel) -> tuple[Scatter | None, str]:
         times["patched"] = patch.time
     if len(found.picks) == 1:
         times["places"] = max(look * count, looks / LOOKS)
-    return found, min(times, key=times.__getitem__)
+    best = min(times, key=times.__getitem__)
+    least, many = times[best], (count + places // 64) * points >= BINNED or count >= DENSE * places
+    if best == "blocks":
+        least = max(1, points * tiles / TOGETHER) * (BLOCK + READ * count + OWN_INDEX * count / tiles) + copied
+    return found, "binned" if bins and many and best != "patched" and bins.time < CLEARLY * least else best
 
 
-def _rows(found: Scatter, points: int, vector: int, groups: int) -> tuple[int, int]:
+def _rows(found: Scatter, points: int, vector: int, groups: int, threads: int = THREADS) -> tuple[int, int]:
     """Places of a block, and those that it has at once."""
-    places, across, each = found.end.extent, -(-points // (vector * groups)), THREADS // groups
+    places, across, each = found.end.extent, -(-points // (vector * groups)), threads // groups
     many = found.of_all and found.count <= FEW and places * across >= LONG * each * BLOCKS
-    blocks = BLOCKS * MORE if many else BLOCKS
+    blocks = BLOCKS * MORE if many else BLOCKS * THREADS // threads
     tiles = blocks // across  # so few blocks that they are there at once, if that is about as many as could be
     wanted = -(-places // tiles) if tiles >= PLENTY else -(-places * across // blocks)
     rows = min(MOST, -(-wanted // each) * each)
@@ -368,7 +417,7 @@ def scattered(kernel: Kernel) -> ScatterLaunch | None:
     """`kernel` as a scatter of several blocks; None: it is something else, or small, or its results may take the place of what it
     adds, which other blocks read."""
     (found, way), points = way_of(kernel), math.prod(n for _, n in kernel.grid)
-    if not found or way != "blocks" or shares(kernel, found):
+    if not found or way not in ("blocks", "binned") or shares(kernel, found):
         return None
     places, line = found.end.extent, kernel.grid[-1] if kernel.grid and found.of_all else None
     vector = width(found.end.body, (found.first.value, found.update), *line) if line else 1
@@ -380,8 +429,12 @@ def scattered(kernel: Kernel) -> ScatterLaunch | None:
     groups = min(GROUPS, 1 << (adjacent // vector - 1).bit_length())
     while found.of_all and groups < GROUPS and -(-places * groups // THREADS) * -(-points // (vector * groups)) < BLOCKS // 8:
         groups *= 2  # fewer places of a block, whose other threads help to find them
-    rows, at_once = _rows(found, points, vector, groups)
-    at = ScatterLaunch(kernel, 1, THREADS, vector=vector, groups=groups, rows=rows, at_once=at_once, tiles=-(-places // rows))
+    threads, many = THREADS, -(-points // vector)
+    if found.of_all and FEW < found.count < MARKED and groups == GROUPS and many * places >= AMPLE * LARGE * BLOCKS:
+        threads = LARGE
+        groups = next((n for n in (LARGE, LARGE // 2) if -(-many // n) * n <= (1 + IDLE) * many), GROUPS)
+    rows, at_once = _rows(found, points, vector, groups, threads)
+    at = ScatterLaunch(kernel, 1, threads, vector=vector, groups=groups, rows=rows, at_once=at_once, tiles=-(-places // rows))
     words = {grain: -(-found.count // (32 * grain)) for grain in GRAINS}
     grain = next((n for n in GRAINS if 32 * n * n >= at.tiles and at.blocks * words[n] <= MARKS), None)  # least to read in all
     if not found.of_all or found.count < MARKED or at.tiles == 1 or grain is None:
@@ -429,9 +482,13 @@ class UpdateWriter(CudaWriter):
 
 
 class ScatterWriter(UpdateWriter):
-    occupancy = ", 4"  # blocks of a multiprocessor
     headers = ("scatter.h",)
+    with_seen = False  # whether the function of an update gets its index, too
     launch: ScatterLaunch
+
+    def __init__(self, launch: ScatterLaunch) -> None:
+        super().__init__(launch)
+        self.occupancy = f", {1024 // launch.threads}"  # blocks of a multiprocessor
 
     def coordinates(self) -> Iterator[str]:
         at, end = self.launch, self.found.end.extent
@@ -468,7 +525,7 @@ class ScatterWriter(UpdateWriter):
                 self.memo[id(index)] = "seen"
                 self.statement(found.check)
                 self.line(f"return {self.value(found.inside)} ? {self.value(put.index)} : -1;")
-            with self.scope([f"; const auto added = [&](int pick, {to}) {{"]):
+            with self.scope([f"; const auto added = [&](int pick, {f'{seen}, ' * self.with_seen}{to}) {{"]):
                 name_pick(self, found.picks)
                 self.memo[id(found.inside)] = "true"
                 self.columns((), (found.update,))

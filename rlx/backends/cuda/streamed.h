@@ -1,7 +1,7 @@
 
 /* Sums of the places from `first` to `end` of C adjacent lines, each with indices of its own, in shared memory: begin(place, sum), then
-   op(sum, value) of added(pick, value) for each of `count` picks that place(pick, look(pick)) puts there, in order, then finish(place,
-   sum). Thread n has column n % C, as the functions do. Threads take T updates at a time. The first one of a cell claims its word of
+   op(sum, value) of added(pick, seen, value) for each of `count` picks that place(pick, seen) puts there, in order, where `seen` is
+   look(pick), then finish(place, sum). Thread n has column n % C, as the functions do. Threads take T updates at a time. The first one of a cell claims its word of
    CLAIMS, which other cells may have, too; the warp that is first then adds those that lost, in order. */
 template <int T, int C, int CLAIMS, class S, class B, class L, class P, class A, class O, class E>
 RLX_FN void rlx_stream_picks(S* sums, int first, int end, int count, bool own, B begin, L look, P place, A added, O op, E finish) {
@@ -25,13 +25,13 @@ RLX_FN void rlx_stream_picks(S* sums, int first, int end, int count, bool own, B
   }
   int cell = cell_of(0, seen);
   S value[1] = {}, after[1] = {};
-  if (cell >= 0) added(pick_of(0), value);
+  if (cell >= 0) added(pick_of(0), seen, value);
   seen = seen_of(1);
   __syncthreads();
   #pragma unroll 1
   for (int round = 0; round < rounds; round++) {
     const int next = cell_of(round + 1, seen);
-    if (next >= 0) added(pick_of(round + 1), after);
+    if (next >= 0) added(pick_of(round + 1), seen, after);
     seen = seen_of(round + 2);
     const unsigned claim = (unsigned)(rounds - round) * T + threadIdx.x;
     if (cell >= 0) atomicMin(claims + cell % CLAIMS, claim);
@@ -55,7 +55,13 @@ RLX_FN void rlx_stream_picks(S* sums, int first, int end, int count, bool own, B
         unsigned same = __match_any_sync(0xffffffffu, where);
         if (m < all && !(same & ((1u << lane) - 1))) {
           S sum = sums[where];
-          for (; same; same &= same - 1) sum = op(sum, values[m - lane + __ffs(same) - 1]);
+          const S* const mine = values + m - lane;
+          if (same == ~0u) { /* loaded ahead of the sums that wait for each other */
+            #pragma unroll
+            for (int n = 0; n < 32; n++) sum = op(sum, mine[n]);
+          } else {
+            for (; same; same &= same - 1) sum = op(sum, mine[__ffs(same) - 1]);
+          }
           sums[where] = sum;
         }
         __syncwarp();

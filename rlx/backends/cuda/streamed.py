@@ -25,7 +25,7 @@ def streamed(kernel: Kernel) -> StreamLaunch | None:
 
 class StreamWriter(ScatterWriter):
     headers = ("streamed.h",)
-    occupancy = ", 2"
+    with_seen = True
 
     def call(self, kind: str, functions: str) -> None:
         at = self.launch
