@@ -70,6 +70,13 @@ def test_other_shapes_take_other_kernels(q, kv, dtype, arch):
     assert type(launch(q, kv, dtype, arch=arch)) is AttentionLaunch
 
 
+def test_tiles_are_smaller_where_the_longest_ones_would_take_longest():
+    """128 tiles of 128 queries are one for each multiprocessor, and some have all keys."""
+    for mask, tall in ("causal", 64), ("none", 128):
+        found = launch((1, 8, 2048, 256), (1, 4, 2048, 256), "f32", mask=mask)
+        assert type(found) is AttentionLaunch and found.tall == tall
+
+
 # -- their code ----------------------------------------------------------------------------------------------------
 
 SHAPES = {
@@ -152,6 +159,10 @@ CASES = {
     **{name: case[:4] for name, case in PLAIN.items()},
     "a window": ((1, 4, 300, 128), (1, 2, 300, 128), "f16", {"mask": "sliding_window", "window": 100}),
     "f32": ((2, 4, 200, 64), (2, 2, 300, 64), "f32", {"mask": "causal"}),
+    "f32, whole tiles": ((2, 6, 256, 64), (2, 2, 300, 64), "f32", {"mask": "causal"}),
+    "f32, tiles of 128": ((1, 32, 1024, 128), (1, 8, 1024, 128), "f32", {"mask": "causal"}),
+    "f32, a window": ((2, 4, 300, 256), (2, 2, 300, 256), "f32", {"mask": "sliding_window", "window": 100}),
+    "some queries": ((2, 8, 40, 64), (2, 2, 90, 64), "bf16", {"mask": "causal"}),
     "f32 in a cache": ((2, 4, 70, 100), (2, 2, 300, 100), "f32", {"mask": "sliding_window", "window": 50, "positioned": True}),
     "f32, a long head": ((1, 2, 100, 256), (1, 2, 100, 256), "f32", {"mask": "bias", "operand": (2, 100, 100), "cap": 3.0}),
     "few queries": ((2, 4, 20, 80), (2, 4, 90, 80), "bf16", {"mask": "causal", "positioned": True}),

@@ -27,6 +27,17 @@ RLX_FN rlx_span rlx_keys(int row0, int64_t given, rlx_status* status) {
   return out;
 }
 
+/* The first row of a tile, whose number becomes that of its key head. Tiles with more keys come first, since the blocks that begin
+   last decide when all have ended; where keys are alike, those of a head follow each other. */
+RLX_FN int rlx_row_of(int& tile) {
+  constexpr int DOWN = (GROUP * QUERIES + TALL - 1) / TALL, OF_QUERIES = QUERIES / TALL, ALL = BATCH * SHARED;
+  const int n = ORDERED ? tile / ALL : tile % DOWN;
+  tile = ORDERED ? tile % ALL : tile / DOWN;
+  if (!ORDERED) return n * TALL;
+  if (QUERIES % TALL) return (DOWN - 1 - n) * TALL; /* of several heads */
+  return (n % GROUP * OF_QUERIES + OF_QUERIES - 1 - n / GROUP) * TALL;
+}
+
 /* Whether all rows of the tile see all keys from n0 to n0 + count. */
 RLX_FN bool rlx_all_seen(const rlx_span& span, int n0, int count) {
   if (MASKED || n0 + count > (ORDERED ? span.first + span.low_query + 1 : span.end)) return false;

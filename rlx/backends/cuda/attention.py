@@ -186,17 +186,18 @@ def plain_launch(kernel: Kernel, multiprocessors: int, most: int) -> AttentionLa
 
 
 def plain_cost(at: AttentionLaunch, native: Native, multiprocessors: int) -> float:
-    """A relative time: rounds of blocks on a multiprocessor, each by the rows and keys of its tiles."""
-    keys = native.inputs[2].dims[2]
-    if native.attrs.mask in ORDERED:  # type: ignore[union-attr]
-        keys = min(keys, (keys + at.tall) / 2)
+    """A relative time: rounds of blocks on a multiprocessor, each by the rows and keys of its tiles. A causal mask leaves some
+    tile all keys, and that takes as long whatever the others do."""
+    keys, mask = native.inputs[2].dims[2], native.attrs.mask  # type: ignore[union-attr]
+    mean = min(keys, (keys + at.tall) / 2) if mask in ORDERED else keys
     full, rest = divmod(-(-at.tiles // multiprocessors), at.resident)
 
-    def at_once(count: int) -> float:
+    def at_once(count: int, keys: float) -> float:
         rate = min(1, count * at.threads / 32 / BUSY_WARPS) ** FEWER
         return count * at.tall * (keys + FIRST_KEYS / at.resident**2) / rate
 
-    return (full * at_once(at.resident) + (at_once(rest) if rest else 0)) / (LARGE if at.across == 8 else 1)
+    time = full * at_once(at.resident, mean) + (at_once(rest, mean) if rest else 0)
+    return max(time, at_once(1, keys) if mask == "causal" else 0) / (LARGE if at.across == 8 else 1)
 
 
 def plain_step(width: int, across: int) -> int:
@@ -251,9 +252,7 @@ class AttentionWriter(CudaWriter):
         lines += ["  extern __shared__ __align__(16) unsigned char shared[];", f"  int tile = blockIdx.x / {at.parts};"]
         lines += [f"  const int part = blockIdx.x % {at.parts};"]
         lines += self.ready(fronts) if at.cluster else []
-        tall = -(-(native.inputs[0].dims[1] // native.inputs[2].dims[1]) * native.inputs[0].dims[2] // at.tall)
-        for var, n in (("row0", tall), ("g", "SHARED")):
-            lines += [f"  const int {var} = tile % {n}{f' * {at.tall}' * (var == 'row0')};", f"  tile /= {n};"]
+        lines += ["  const int row0 = rlx_row_of(tile), g = tile % SHARED;", "  tile /= SHARED;"]
         position, status = self.start(native, "tile"), f"part == 0 ? {self.status} : (rlx_status*)0"
         if at.cluster:
             lines.append(f"  const auto span_of = [&](rlx_status* to) {{ return rlx_keys(row0, {position}, to); }};")

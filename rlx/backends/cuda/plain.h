@@ -6,6 +6,8 @@ constexpr int THREADS = TALL / 8 * ACROSS, KEYS_EACH = BLOCK / ACROSS, GAP = 32 
 constexpr int DEPTH = (SIZE + 3) / 4 * 4, PITCH = DEPTH | 4, P_PITCH = BLOCK + ACROSS; /* floats: against bank conflicts */
 constexpr int TIMES = (WIDTH + ACROSS * STEP - 1) / (ACROSS * STEP); /* STEP adjacent columns of a thread */
 constexpr int V_PITCH = ACROSS * STEP * TIMES;
+/* How far loops of products are unrolled: more would take the registers of another block, unless there is room for one only. */
+constexpr int UNROLLED = (SIZE > 96 || WIDTH > 96) && THREADS > 128 ? 4 : 1;
 
 RLX_FN float rlx_inverse(float a) { float out; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(a)); return out; }
 RLX_FN void rlx_copy_16(void* to, const void* from, bool there) {
@@ -72,7 +74,7 @@ template <class Q, class K, class M, class F> RLX_FN void rlx_attention_plain(
     for (int r = 0; r < 8; r++)
       #pragma unroll
       for (int n = 0; n < KEYS_EACH; n++) s[r][n] = 0;
-    #pragma unroll 1 /* more would take the registers of another block */
+    #pragma unroll UNROLLED
     for (int d = 0; d < DEPTH; d += 4) {
       float4 y[KEYS_EACH];
       #pragma unroll
@@ -114,7 +116,7 @@ template <class Q, class K, class M, class F> RLX_FN void rlx_attention_plain(
     asm volatile("cp.async.wait_group 0;" ::: "memory");
     __syncthreads(); /* the values are there, and the keys are done with */
     if (n0 + BLOCK < span.end) keys(n0 + BLOCK);
-    #pragma unroll 2
+    #pragma unroll (UNROLLED > 1 ? UNROLLED : 2)
     for (int n = 0; n < BLOCK; n += 4) {
       float p[8][4];
       #pragma unroll
