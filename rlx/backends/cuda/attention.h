@@ -27,13 +27,20 @@ RLX_FN rlx_span rlx_keys(int row0, int64_t given, rlx_status* status) {
   return out;
 }
 
-/* The first row of a tile, whose number becomes that of its key head. Tiles with more keys come first, since the blocks that begin
-   last decide when all have ended; where keys are alike, those of a head follow each other. */
+/* Whether tiles with more keys come first: the blocks that begin last decide when all have ended. Not with tensor cores, which are
+   faster than memory gives them the keys of all heads at once: there tiles of a head follow each other. */
+#ifdef BLOCK
+constexpr bool LONGEST_FIRST = ORDERED;
+#else
+constexpr bool LONGEST_FIRST = false;
+#endif
+
+/* The first row of a tile, whose number becomes that of its key head. */
 RLX_FN int rlx_row_of(int& tile) {
   constexpr int DOWN = (GROUP * QUERIES + TALL - 1) / TALL, OF_QUERIES = QUERIES / TALL, ALL = BATCH * SHARED;
-  const int n = ORDERED ? tile / ALL : tile % DOWN;
-  tile = ORDERED ? tile % ALL : tile / DOWN;
-  if (!ORDERED) return n * TALL;
+  const int n = LONGEST_FIRST ? tile / ALL : tile % DOWN;
+  tile = LONGEST_FIRST ? tile % ALL : tile / DOWN;
+  if (!LONGEST_FIRST) return n * TALL;
   if (QUERIES % TALL) return (DOWN - 1 - n) * TALL; /* of several heads */
   return (n % GROUP * OF_QUERIES + OF_QUERIES - 1 - n / GROUP) * TALL;
 }
