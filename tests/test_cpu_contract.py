@@ -29,6 +29,7 @@ from rlx.backends.cpu.target import host_target, target_for
 from rlx.backends.ref.interpret import run_kernel
 from rlx.compiler import lower
 from rlx.host import jit
+from rlx.host.parts import parted
 from rlx.host.processor import machine_of, missing_features
 from rlx.ir.dtype import DType, bf16, f16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64
 from rlx.ir.kernel import (
@@ -96,7 +97,8 @@ class Fenced:
 
 @cache
 def _compiled(text: str, target: Target) -> object:
-    library = jit.load([jit.compile_object(text, target)], ["mm"], target)
+    around, parts = parted(text)
+    library = jit.load([jit.compile_object(module, target) for module in (around, *parts.values())], ["mm"], target)
     return library.function("mm", None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
 
 
@@ -237,6 +239,14 @@ SHAPES = [
 ]  # fmt: skip
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "sized"])
+def sized(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of products as it is by default, and as if all tiles took long: then sizes are parameters of its functions."""
+    if request.param:
+        monkeypatch.setattr(contract, "LONG_TILE", 0)
+
+
+@pytest.mark.usefixtures("sized")
 @pytest.mark.parametrize("cpu", TARGETS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_packed(shape: tuple[int, int, int], cpu: str) -> None:
@@ -244,9 +254,22 @@ def test_packed(shape: tuple[int, int, int], cpu: str) -> None:
     check_product(product(*shape, panel=target.panel("f32")[0]), target)
 
 
+def test_products_of_other_sizes_share_their_functions() -> None:
+    """Of the same epilogue: the tile, and the function that finishes its rows, in panels of any width."""
+    target = target_for("x86_64-unknown-linux-gnu", "x86-64-v4")
+    shapes = (24, 96, 512), (32, 130, 700), (40, 960, 512)
+    texts = [contract.render(residual_kernel(*shape, 48), target, f"mm{n}").text for n, shape in enumerate(shapes)]
+    first, *others = (parted(text)[1] for text in texts)
+    assert first and all(first.keys() <= parts.keys() for parts in others)
+    assert all("optnone" in text and "optnone" not in part for text in texts for part in parted(text)[1].values())
+    short = contract.render(residual_kernel(16, 96, 8, 48), target, "mm").text
+    assert parted(short) == (short, {}) and "optnone" not in short
+
+
 PARTED = [(9, 96, 97), (17, 97, 130), (140, 50, 64), (33, 144, 96), (8, 48, 200)]
 
 
+@pytest.mark.usefixtures("sized")
 @pytest.mark.parametrize("cpu", TARGETS)
 @pytest.mark.parametrize("shape", PARTED, ids=str)
 def test_deep_panels_are_multiplied_in_parts(shape: tuple[int, int, int], cpu: str) -> None:
@@ -294,6 +317,7 @@ def test_strided_b_elsewhere(shape: tuple[int, int, int], b: str, cpu: str) -> N
     check_product(product(*shape, b=b), TARGETS[cpu])
 
 
+@pytest.mark.usefixtures("sized")
 @pytest.mark.parametrize("a", ["padded", "columns", "every other", "one row", "one column"])
 @pytest.mark.parametrize("shape", [(1, 20, 30), (19, 50, 33)], ids=str)
 @pytest.mark.parametrize("dtype", [f32, bf16])
@@ -437,6 +461,7 @@ def with_threads(target: Target, threads: int) -> Target:
 # -- batches, epilogues, rows --------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("sized")
 def test_batches_share_an_operand() -> None:
     """c[x, y] = a[x, y] @ b[y], and a 3-d grid whose first axis is broadcast in a."""
     x, y, m, n, k = 3, 2, 10, 40, 13
@@ -464,6 +489,7 @@ def residual_kernel(m: int, n: int, k: int, panel: int) -> Kernel:
     return Kernel("mm", (a, b, bias, scale, r, c), (), (), (body,))
 
 
+@pytest.mark.usefixtures("sized")
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("shape", [(1, 60, 8), (20, 100, 16), (131, 49, 5)], ids=str)
 def test_epilogue(shape: tuple[int, int, int], in_place: bool) -> None:
@@ -502,6 +528,7 @@ def norm_kernel(m: int, n: int, k: int, panel: int, batch: int = 1) -> Kernel:
     return Kernel("mm", (a, b, bias, gain, r, c), (h,), ((g, batch),), (body,))
 
 
+@pytest.mark.usefixtures("sized")
 @pytest.mark.parametrize("shape", [(1, 60, 8, 1), (16, 100, 16, 1), (131, 49, 5, 2), (5, 20, 4, 6)], ids=str)
 def test_rows(shape: tuple[int, int, int, int]) -> None:
     m, n, k, batch = shape

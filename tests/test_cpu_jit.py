@@ -26,6 +26,7 @@ from rlx.backends.cpu import backend
 from rlx.backends.cpu import target as cpu
 from rlx.errors import CompileError, DeviceUnavailableError, UnknownDeviceError
 from rlx.host import jit, llvm, once, processor
+from rlx.host.emit import Emitter, V
 from rlx.host.jit import Library, assembly, compile_object, load
 from rlx.host.once import at_once
 from rlx.ir.target import Target
@@ -657,3 +658,17 @@ def test_threads_that_first_need_a_target_at_once_wait_until_all_of_it_is_there(
     llvm.Machine(functions, *machine)
     others[0].join()
     assert not early and calls.count("InitializeAllTargetInfos") == 1
+
+
+def test_arithmetic_on_constants_is_done_when_code_is_written() -> None:
+    """Code that LLVM does not optimise would do it at each run."""
+    e, x = Emitter(), V("%x", "i64")
+    two, three = e.i64(2), e.i64(3)
+    assert [str(e.bin(op, two, three)) for op in ("add nsw", "sub", "mul")] == ["i64 5", "i64 -1", "i64 6"]
+    assert [e.bin(op, x, n) for op, n in (("add", 0), ("sub", 0), ("mul", 1), ("udiv", 1))] == [x] * 4
+    assert e.bin("mul", x, 0).text == "0"
+    assert [e.cmp(order, two, three).text for order in ("eq", "ne", "slt", "sge")] == ["false", "true", "true", "false"]
+    assert e.select(e.cmp("slt", two, three), x, two) is x and e.gep(V("%p", "ptr"), e.i64(0)).text == "%p" and not e.lines
+    for op, a, b in (("udiv", two, e.i64(0)), ("sub", two, x), ("mul", e.i64(0), x), ("shl", x, two)):
+        assert e.bin(op, a, b).text[0] == "%"
+    assert len(e.lines) == 4 and e.cmp("ult", two, three).text[0] == "%"

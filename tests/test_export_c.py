@@ -315,3 +315,22 @@ def test_what_cannot_be_exported_is_said(tmp_path, monkeypatch):
     with pytest.raises(DeviceUnavailableError, match="is for riscv64-linux-gnu: export it on such a machine"):
         layers.export_c(tmp_path)
     assert os.listdir(tmp_path) == [] and get("cpu")
+
+
+def test_products_of_other_sizes_with_the_same_functions(tmp_path):
+    """A library and an artifact file have the code that the products share once, beside that of the kernels."""
+    g, rng = rlx.Graph("shared"), np.random.default_rng(0)
+    x, one, other = g.input("x", (24, 512), rlx.f32), g.param("one", (512, 96), rlx.f32), g.param("other", (512, 144), rlx.f32)
+    g.set_outputs([rlx.relu(x @ one), rlx.relu(x @ other)])
+    compiled = rlx.compile(g)
+    compiled.set_params({p.name: rng.standard_normal(p.shape.static).astype(np.float32) for p in g.params})
+    artifact = compiled.artifact
+    products = [code for code in artifact.codes if "fmuladd" in code.text]
+    assert len(products) == 2 and len(artifact.objects) - len(artifact.codes) in (2, 3)  # a tile, and what finishes its rows
+    given = {"x": rng.standard_normal((24, 512)).astype(np.float32)}
+    want = [out.tobytes() for out in compiled.run(given)]
+    model = Model(compiled.export_c(tmp_path))
+    assert model.run(given) == want
+    model.close()
+    compiled.save(tmp_path / "shared.rlx")
+    assert [out.tobytes() for out in rlx.load(tmp_path / "shared.rlx").run(given)] == want

@@ -7,6 +7,7 @@ llvmlite objects, and because the generated code is readable.
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,20 @@ def vector(scalar: str, lanes: int) -> str:
 
 def scalar_of(ty: str) -> str:
     return ty[ty.index("x ") + 2 : -1] if ty[0] == "<" else ty
+
+
+_ORDERS = {"eq": operator.eq, "ne": operator.ne, "slt": operator.lt, "sge": operator.ge}
+
+
+def _folded(op: str, a: V, b: int) -> V | None:
+    """a op b where it is a constant, or `a`: code that LLVM does not optimise would compute it."""
+    op = op.partition(" ")[0]
+    if (b == 0 and op in ("add", "sub")) or (b == 1 and op in ("mul", "udiv")):
+        return a
+    if b == 0 and op == "mul":
+        return V("0", a.ty)
+    known = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}.get(op)
+    return V(str(known(int(a.text), b)), a.ty) if known and a.text[0] != "%" else None
 
 
 def sanitised(name: str) -> str:
@@ -113,10 +128,15 @@ class Emitter:
 
     def bin(self, op: str, a: V, b: V | float) -> V:
         """fadd, fsub, fmul, fdiv, add, sub, mul, and, or, xor, shl, lshr, ashr … A number `b` becomes a constant of a's type."""
-        return self.op(a.ty, f"{op} {a}, {self.const(a.ty, b).text}")
+        other = self.const(a.ty, b).text
+        if a.ty == "i64" and other[0] != "%" and (known := _folded(op, a, int(other))):
+            return known
+        return self.op(a.ty, f"{op} {a}, {other}")
 
     def cmp(self, predicate: str, a: V, b: V | float) -> V:
         """fcmp for float types, icmp otherwise; an i1 per lane."""
+        if a.ty == "i64" and a.text[0] != "%" and (other := self.const(a.ty, b).text)[0] != "%" and predicate in _ORDERS:
+            return V(str(_ORDERS[predicate](int(a.text), int(other))).lower(), "i1")
         kind = "fcmp" if a.scalar in ("float", "double", "half", "bfloat") else "icmp"
         return self.op(f"<{a.lanes} x i1>" if a.ty[0] == "<" else "i1", f"{kind} {predicate} {a}, {self.const(a.ty, b).text}")
 
@@ -131,6 +151,8 @@ class Emitter:
         return self.intrinsic("arithmetic.fence", a) if a.scalar in ("float", "double") else a
 
     def select(self, c: V, a: V | float, b: V) -> V:
+        if c.text in ("true", "false"):
+            return self.const(b.ty, a) if c.text == "true" else b
         return self.op(b.ty, f"select {c}, {self.const(b.ty, a)}, {b}")
 
     def convert(self, op: str, a: V, scalar: str) -> V:
@@ -183,7 +205,8 @@ class Emitter:
     # -- memory (addresses are `ptr`; offsets are bytes)
 
     def gep(self, base: V, offset: int | V) -> V:
-        return base if offset == 0 else self.op("ptr", f"getelementptr i8, {base}, {self.i64(offset)}")
+        at = self.i64(offset)
+        return base if at.text == "0" else self.op("ptr", f"getelementptr i8, {base}, {at}")
 
     def load(self, ty: str, address: V, align: int) -> V:
         return self.op(ty, f"load {ty}, {address}, align {align}")
@@ -279,6 +302,9 @@ class Emitter:
     @contextmanager
     def when(self, condition: V) -> Iterator[None]:
         """if condition: body."""
+        if condition.text == "true":
+            yield
+            return
         yes, after = self.fresh("then"), self.fresh("after")
         self.branch_if(condition, yes, after)
         self.label(yes)
@@ -314,6 +340,7 @@ def computed(dtype: DType) -> str:
 STREAMS = "!0 = !{i32 1}"  # metadata of nontemporal stores, declared if there are any
 PARAMETERS = "ptr %args, i64 %task, ptr %scratch, ptr %status"  # of a kernel; see Rendered
 ATTRIBUTES = 'attributes #0 = { nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" "no-builtins" }\n'
+AROUND = ATTRIBUTES.replace("#0", "#1").replace("nounwind", QUICK)  # of a kernel all of whose hot loops are in functions
 
 
 def quick(text: str) -> str:

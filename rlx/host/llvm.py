@@ -22,8 +22,8 @@ from rlx.forks import Lock
 
 VERSIONS = ("0.50",)  # of llvmlite
 SETTINGS: dict[str, Any] = {"reloc": "pic", "codemodel": "small", "jit": True}  # of the code generator
-QUICK = "nounwind noinline optnone"  # attributes of functions that are not loops over much data: all or none of a module's
-# Levels of optimisation, by whether functions are QUICK. The attributes alone save less: LLVM would still run all passes.
+QUICK = "nounwind noinline optnone"  # attributes of functions that are not loops over much data
+# Levels of optimisation, by whether all functions are QUICK. The attributes alone save less: LLVM would still run all passes.
 LEVELS = {False: 3, True: 0}
 SLOTS = 16  # most threads in LLVM at once
 
@@ -137,6 +137,10 @@ def _opened(path: str) -> int | None:
     return dlopen(path.encode(), os.RTLD_NOW)  # None: it fails again in CDLL, which says why
 
 
+def _all_quick(text: str) -> bool:
+    return 0 < text.count(QUICK) >= text.count("attributes #")
+
+
 class Machine:
     """Target machines for modules, one for each level of optimisation. One thread at a time uses them."""
 
@@ -183,7 +187,8 @@ class Machine:
             if (said := self._string(fault)) and wrong:
                 raise Rejected(said)
             entered.set()
-            if not (buffer := f["TargetMachineEmitToMemory"](self._machines[LEVELS[QUICK in text]], module, not assembly, fault)):
+            machine = self._machines[LEVELS[_all_quick(text)]]
+            if not (buffer := f["TargetMachineEmitToMemory"](machine, module, not assembly, fault)):
                 raise Rejected(self._string(fault))
             made = ctypes.string_at(f["GetBufferStart"](buffer), f["GetBufferSize"](buffer))
             f["DisposeMemoryBuffer"](buffer)
@@ -216,7 +221,7 @@ class PackageMachine:
             module = self._binding.parse_assembly(text, self._binding.create_context())
             module.triple, module.data_layout = self.machine.triple, str(self.machine.target_data)
             module.verify()
-            machine = self._machines[LEVELS[QUICK in text]]
+            machine = self._machines[LEVELS[_all_quick(text)]]
             return machine.emit_assembly(module).encode() if assembly else machine.emit_object(module)
         except RuntimeError as fault:
             raise Rejected(str(fault).strip()) from fault

@@ -101,8 +101,9 @@ class CpuBackend:
         made = {job: found[job] for job in jobs.values()}
         coded = {phase: [(s, made[jobs[id(s.kernel)]][0]) for s in steps] for phase, steps in phases.items()}
         alone = {i: made[jobs[id(kernel)]][0] for i, kernel in sections.items()}
-        codes, objects = tuple(code for code, _ in made.values()), tuple(image for _, image in made.values())
-        return CpuArtifact(program, codes, objects, coded, alone)
+        codes, objects = tuple(code for code, *_ in made.values()), tuple(image for _, image, _ in made.values())
+        parts = {symbol: image for *_, parts in made.values() for symbol, image in parts.items()}
+        return CpuArtifact(program, codes, (*objects, *parts.values()), coded, alone)
 
     def axes(self, kernel: Kernel, target: Target) -> Mapping[str, tuple[int, ...]]:
         from rlx.backends.cpu.render import axes
@@ -143,7 +144,7 @@ class CpuBackend:
             phase: [(s, made[i]) for s, i in zip(steps, whole(code["coded"][phase]), strict=True)]
             for phase, steps in program.every_phase.items()
         }
-        if len(made) != len(parts) or not all(isinstance(c.symbol, str) for c in made):
+        if len(made) > len(parts) or not all(isinstance(c.symbol, str) for c in made):
             raise ValueError(f"{len(parts)} objects for {len(made)} kernels, or symbols that are no names")
         if beyond := [c.symbol for steps in coded.values() for s, c in steps if c.streamed > len(s.args)]:
             raise ValueError(f"{beyond[0]} is fetched a buffer ahead that it does not have")
@@ -194,27 +195,39 @@ class _Job:
         return max(kinds, default=0), len(self.key)
 
 
-def _generated(job: _Job) -> tuple[Rendered, bytes]:
+def _generated(job: _Job) -> tuple[Rendered, bytes, dict[str, bytes]]:
+    """The code of a kernel, its object code, and that of the functions which it may share with others."""
     from rlx.backends.cpu.abi import Rendered
     from rlx.backends.cpu.cost import estimated_ns, may_fail
     from rlx.backends.cpu.render import render
     from rlx.host.emit import quick
     from rlx.host.jit import compile_object
+    from rlx.host.parts import parted
 
     if job.kernel.collective:  # the executable supplies its function; the run waits: other threads need the GIL
-        return Rendered("", f"; {job.kernel.collective.attrs}\n", 1, work_ns=WAITING_NS), b""
+        return Rendered("", f"; {job.kernel.collective.attrs}\n", 1, work_ns=WAITING_NS), b"", {}
     if job.kernel.flow:  # its rows are those of its bodies; how long they take depends on data
-        return Rendered("", f"; {job.kernel.flow}\n", 1, work_ns=WAITING_NS), b""
+        return Rendered("", f"; {job.kernel.flow}\n", 1, work_ns=WAITING_NS), b"", {}
     symbol = f"rlx_{hashlib.sha256(job.key.encode()).hexdigest()[:16]}"
     code = render(job.kernel, job.target, symbol, dict(job.tiling))
     floats = all(b.dtype.is_float for b in job.kernel.buffers if not b.writable)  # unpacking bits would take 1.3 to 1.8 times
     torn = " trunc <" in code.text and " zext <" in code.text  # to 16 bits and back: LLVM aborts at 4 to 7 elements if QUICK
-    text = quick(code.text) if job.once and floats and not torn else code.text
+    once = job.once and floats and not torn
+    text = quick(code.text) if once else code.text
     code = replace(code, text=text, work_ns=estimated_ns(job.kernel, job.target), may_fail=int(may_fail(job.kernel)))
-    return code, compile_object(code.text, job.target, job.kernel.name, keep=True)
+    around, parts = (text, {}) if once else parted(text)
+    shared = {symbol: _parts((part, job.target)) for symbol, part in parts.items()}
+    return code, compile_object(around, job.target, job.kernel.name, keep=True), shared
+
+
+def _compiled_part(part: tuple[str, Target]) -> bytes:
+    from rlx.host.jit import compile_object
+
+    return compile_object(*part, keep=True)
 
 
 _compiled = Once(_generated, KEPT)  # ranks may be threads, which ask for the same kernels
+_parts = Once(_compiled_part, KEPT)
 
 
 @record

@@ -42,10 +42,10 @@ SCRATCH_ALIGNMENT = 128  # bytes; threads then share no cache line, nor a pair o
 
 @record
 class CpuArtifact:
-    """Machine code of one program: `codes`, each distinct kernel once, with its object code at the same index of `objects`.
-    `coded`: the steps of a phase, each with its code. `sections`: of steps that prepare the weights of experts, the code for one
-    expert (rlx.ir.sections), where there is one. `written`: reads the texts of an artifact from the cache, whose codes have
-    none."""
+    """Machine code of one program: `codes`, each distinct kernel once, with its object code at the same index of `objects`, whose
+    rest are functions that kernels share. `coded`: the steps of a phase, each with its code. `sections`: of steps that prepare
+    the weights of experts, the code for one expert (rlx.ir.sections), where there is one. `written`: reads the texts of an
+    artifact from the cache, whose codes have none."""
 
     program: Program
     codes: tuple[Rendered, ...]
@@ -67,8 +67,8 @@ class CpuCode:
 
     def __init__(self, artifact: CpuArtifact) -> None:
         self.artifact = artifact
-        made = [(image, c.symbol) for image, c in zip(artifact.objects, artifact.codes) if image]  # collectives have no code
-        objects, symbols = [image for image, _ in made], [symbol for _, symbol in made]
+        symbols = [c.symbol for image, c in zip(artifact.objects, artifact.codes) if image]  # collectives have no code
+        objects = [image for image in artifact.objects if image]
         self.library = load(objects, symbols, artifact.program.target, stored=artifact.written is not None)
         scratch = max((c.scratch_bytes for c in artifact.codes), default=0)
         self.scratch_stride = -(-scratch // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT

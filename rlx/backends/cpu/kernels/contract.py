@@ -18,7 +18,7 @@ from rlx.backends.cpu.kernels.interleave import interleave_columns, interleave_r
 from rlx.backends.cpu.kernels.matrix import MatrixUnit
 from rlx.backends.cpu.kernels.module import SCRATCH, step
 from rlx.backends.cpu.kernels.product import Product, row_statements, stored_to
-from rlx.backends.cpu.kernels.tiles import AHEAD_ROWS, DEFAULT_TILING, NEAR, dot_in, panel_of, plan
+from rlx.backends.cpu.kernels.tiles import AHEAD_ROWS, DEFAULT_TILING, MAX_ROWS, NEAR, dot_in, panel_of, plan
 from rlx.backends.cpu.loops import emit_statements, emit_vector_loop, hoist, prefers_inner
 from rlx.backends.cpu.scope import Scope
 from rlx.host.emit import Emitter, V, stored, vector
@@ -40,6 +40,7 @@ def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int
     return _Contraction(kernel, contract, target, tiling).written(symbol)
 
 
+LONG_TILE = 1 << 14  # multiply-adds, beside which the time of the code around a tile does not count
 Width = tuple[Layout, int, int]  # of a panel: layout, vectors, and columns of the last vector if others are not in memory
 
 
@@ -74,6 +75,8 @@ class _Contraction(Product):
         words = {"": 0, "groups": self.steps + -self.steps % p.lanes}.get(p.stage_b, contract.k)
         self.b_at = self.reserve(words * p.columns * size)
         self.reserve_locals()
+        copies = p.matrix or p.stage_a or p.stage_b  # in loops of the kernel itself
+        self.around = not copies and contract.k * p.rows * p.columns >= LONG_TILE
 
     def _begin(self, e: Emitter) -> None:
         if self.unit:
@@ -156,13 +159,13 @@ class _Contraction(Product):
         if p.depth:
             self._parts(e, a, b, sums, tiles, i0, width)
             count = e.bin("sub", self.first_row(e, tiles[1]), i0)
-            self.finish_rows(e, scope.child(), sums, i0, i0, count, e.bin("mul", panel, e.i64(p.columns)), vectors, tail)
+            self.finish(e, self.outside(scope, i0), sums, i0, count, e.bin("mul", panel, e.i64(p.columns)), vectors, tail)
             return
         with e.loop(*tiles) as at:
             row = self.first_row(e, at.index)
             high = self._row_tile(e, a, row, b, sums, tiles, at.index, width, self.steps)
             count = self.height(e, at.index, high)
-            self.finish_rows(e, scope.child(), sums, i0, row, count, e.bin("mul", panel, e.i64(p.columns)), vectors, tail)
+            self.finish(e, self.outside(scope, i0), sums, row, count, e.bin("mul", panel, e.i64(p.columns)), vectors, tail)
 
     def _parts(self, e: Emitter, a: V, b: V, sums: V, tiles: tuple[V, V], i0: V, width: Width) -> None:
         """The sums of all row tiles of a block, from one part of k after the other."""
@@ -218,17 +221,46 @@ class _Contraction(Product):
         parts, stride = self.steps // prod(counts), source.col_levels[-1][1]
         new = source.at(e, e.gep(a, (parts - 1) * stride * source.dtype.itemsize), height)
         beyond = max(0, counts[0] * source.dtype.itemsize - source.byte(1, 0))  # the last row is as long as its run
-        with e.loop(0, source.byte(height, 0) + beyond, LINE) as at:
-            e.prefetch(step(e, new, at.index, 1), level=2)
+
+        def fetched(e: Emitter, new: V, nbytes: V) -> None:
+            with e.loop(0, nbytes, LINE) as at:
+                e.prefetch(step(e, new, at.index, 1), level=2)
+
+        self.call(e, "fetch", fetched, new, e.i64(source.byte(height, 0) + beyond))
 
     def _tile(self, e: Emitter, t: Tile, name: str, a: V, b: V, sums: V, layout: Layout, steps: int, *other: V) -> None:
         """`other`: the column of a at which k begins, if it jumps, and the places to prefetch from, if there are any."""
+        if self._suits_others(t, steps):
+            self._shared_tile(e, t, name, a, b, sums, layout, steps, *other)
+            return
 
         def body(e: Emitter, a: V, b: V, sums: V, *other: V) -> None:
             first, ahead = (other[0], other[1:]) if steps > self.run else (None, other)
             tile_function(e, a, b, sums, steps, None, *ahead, t=t, from_a=self.a, from_b=layout, first=first)
 
         self.call(e, name if steps in (self.steps, self.plan.depth) else f"{name}_last", body, a, b, sums, *other)
+
+    def _suits_others(self, t: Tile, steps: int) -> bool:
+        """Whether the code of a tile is made for products of any size: strides take registers, and steps are whole turns."""
+        parts = (steps, self.run) if steps > self.run else (steps,)
+        plain = len(self.a.col_levels) <= 1 and t.rows <= MAX_ROWS and not t.ahead_of
+        return self.around and plain and not any(n % t.unroll for n in parts)
+
+    def _shared_tile(self, e: Emitter, t: Tile, name: str, a: V, b: V, sums: V, layout: Layout, steps: int, *other: V) -> None:
+        """As `_tile`, with sizes as parameters."""
+        jumps = steps > self.run
+        if jumps:
+            a, other = self.a.at(e, a, 0, other[0]), other[1:]
+        runs = (self.run, self.a.col_levels[0][1] * self.a.dtype.itemsize) if jumps else ()
+        numbers = steps, self.a.byte(1, 0), *runs, *(n * t.unroll for n in (t.ahead, t.rows_ahead) if n)
+
+        def body(e: Emitter, a: V, b: V, sums: V, *more: V) -> None:
+            ahead, (k, pitch, *sizes) = more[: -len(numbers)], more[-len(numbers) :]
+            runs, paces = (tuple(sizes[:2]), sizes[2:]) if jumps else (None, sizes)
+            from_a = self.a.with_pitch(e, pitch, t.rows)
+            tile_function(e, a, b, sums, k, None, *ahead, t=t, from_a=from_a, from_b=layout, runs=runs, paces=paces)
+
+        self.call(e, f"{name}_sized", body, a, b, sums, *other, *map(e.i64, numbers))
 
     def _cut_tile(self, e: Emitter, t: Tile, a: V, b: V, sums: V, layout: Layout, steps: int, tile: V, tiles: V) -> None:
         """Tile number `tile` of `tiles`, known at run time: each prefetches its share of the next panel, a third if there are

@@ -24,14 +24,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rlx.backends.cpu.kernels import amx
-from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, argument_pointers, divided, step
+from rlx.backends.cpu.kernels.module import SCRATCH, divided, step
 from rlx.backends.cpu.kernels.product import Product, is_heavy, reads_rows, row_statements
 from rlx.backends.cpu.kernels.tile import Layout, load_line, stage_levels_function
 from rlx.backends.cpu.kernels.tiles import MATRIX_DEPTH
 from rlx.backends.cpu.loops import emit_statements, hoist
-from rlx.backends.cpu.scope import Scope, expr
+from rlx.backends.cpu.scope import Scope
 from rlx.host.emit import Emitter, V, vector
-from rlx.ir.kernel import Buffer, Computed, Local
+from rlx.ir.kernel import Computed, Local
 
 LINE = 4 * amx.SIDE  # bytes of a row of a block
 COPIED = 4  # rows that are copied to a tile at once: their lines of a step adjoin there
@@ -168,7 +168,7 @@ class MatrixUnit:
             pending = Pending.read(e, e.gep(SCRATCH, self.pending_at))
             for height, here in self._heights(e, at.index):
                 with e.when(here):
-                    self._multiply(e, places, pending, self._outside(scope, i0), height, vectors, tail, share)
+                    self._multiply(e, places, pending, product.outside(scope, i0), height, vectors, tail, share)
             sums = step(e, sums, e.bin("sub", row, first), 4 * vectors * p.lanes)
             finished = e.select(last, product.height(e, at.index), e.i64(0))
             after = Pending(sums, row, finished, e.bin("mul", panel, e.i64(p.columns)))
@@ -180,7 +180,7 @@ class MatrixUnit:
         """Run the epilogue that is pending."""
         pending = Pending.read(e, e.gep(SCRATCH, self.pending_at))
         with e.when(e.cmp("sgt", pending.count, e.i64(0))):
-            self._epilogue(e, pending, e.i64(0), pending.count, self._outside(scope, i0), vectors, tail)
+            self._epilogue(e, pending, e.i64(0), pending.count, self.product.outside(scope, i0), vectors, tail)
         e.store(e.i64(0), e.gep(SCRATCH, self.pending_at + 16), 8)
 
     def _place(self, e: Emitter, tiles: tuple[V, V], tile: V, panel: V) -> V:
@@ -203,10 +203,6 @@ class MatrixUnit:
             return [(self.plan.rows, V("true", "i1"))]
         low = e.cmp("ule", self.product.height(e, tile), e.i64(amx.SIDE))
         return [(amx.SIDE, low), (2 * amx.SIDE, e.bin("xor", low, V("true", "i1")))]
-
-    def _outside(self, scope: Scope, i0: V) -> tuple[V, ...]:
-        """The values that a function needs to run the epilogue."""
-        return ARGS, SCRATCH, STATUS, i0, *(expr(var, scope) for var, _ in self.product.kernel.grid)
 
     def _multiply(
         self, e: Emitter, places: Sequence[V], pending: Pending, outside: Sequence[V],
@@ -242,18 +238,5 @@ class MatrixUnit:
         self, e: Emitter, pending: Pending, low: V, rows: V, outside: Sequence[V], vectors: int, tail: int, inside: bool = False
     ) -> None:
         """The epilogue of `rows` pending rows from `low` on; `inside`: not as a function."""
-        product = self.product
-
-        def body(e: Emitter, sums: V, first: V, rows: V, column: V, args: V, scratch: V, status: V, i0: V, *point: V) -> None:
-            pointers: dict[Buffer | Local, V] = {**argument_pointers(e, product.kernel.buffers, args)}
-            pointers |= {x: e.gep(scratch, at) for x, at in product.local_at.items()}
-            bindings = {var: at for (var, _), at in zip(product.kernel.grid, point)}
-            scope = Scope(e, pointers, status, bindings, vector_bytes=product.vector_bytes)
-            product.finish_rows(e, scope, sums, i0, first, rows, column, vectors, tail)
-
         line = step(e, pending.sums, low, 4 * vectors * self.plan.lanes)
-        places = line, e.bin("add", pending.row, low), rows, pending.column
-        if inside:
-            body(e, *places, *outside)
-        else:
-            product.call(e, f"finish_{vectors}_{tail}", body, *places, *outside)
+        self.product.finish(e, outside, line, e.bin("add", pending.row, low), rows, pending.column, vectors, tail, inside)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.scope import Scope, limit_of
-from rlx.host.emit import ATTRIBUTES, PARAMETERS, STREAMS, Emitter, V
+from rlx.host.emit import AROUND, ATTRIBUTES, PARAMETERS, STREAMS, Emitter, V
 from rlx.ir.kernel import Buffer, Kernel, Native
 
 ARGS, TASK, SCRATCH, STATUS = V("%args", "ptr"), V("%task", "i64"), V("%scratch", "ptr"), V("%status", "ptr")
@@ -34,6 +34,8 @@ class Module:
     """Internal functions isolate the register allocation of hot loops from the surrounding code. Methods that take an Emitter
     write into it."""
 
+    around = False  # whether all loops over much data are in internal functions: what is around them is not optimised
+
     def __init__(self) -> None:
         self.scratch_bytes = 0
         self._texts: list[str] = []
@@ -54,7 +56,7 @@ class Module:
             result = body(inner, *params)
             inner.ret(result)
             returns = self._returns[name] = result.ty if result else "void"
-            self._add(inner, name, ", ".join(map(str, params)), "internal", returns)
+            self._add(inner, name, ", ".join(map(str, params)), linkage="internal", returns=returns)
         return e.call(name, self._returns[name], *args)
 
     def rendered(self, e: Emitter, symbol: str, tasks: int) -> Rendered:
@@ -62,12 +64,13 @@ class Module:
         if STREAMS in {**self._declarations, **e.declarations} and any(f.startswith("triple=x86") for f in e.features):
             e.intrinsic("x86.sse.sfence", suffix=(), returns="void")  # non-temporal stores are not ordered with later stores
         e.ret()
-        self._add(e, symbol, PARAMETERS)
-        return Rendered(symbol, "\n".join([*self._declarations, ATTRIBUTES, *self._texts]), tasks, self.scratch_bytes)
+        self._add(e, symbol, PARAMETERS, attributes="#1" if self.around else "#0")
+        attributes = [ATTRIBUTES, AROUND] if self.around else [ATTRIBUTES]
+        return Rendered(symbol, "\n".join([*self._declarations, *attributes, *self._texts]), tasks, self.scratch_bytes)
 
-    def _add(self, e: Emitter, name: str, params: str, linkage: str = "", returns: str = "void") -> None:
+    def _add(self, e: Emitter, name: str, params: str, **how: str) -> None:
         self._declarations |= e.declarations
-        self._texts.append(e.function(name, params, linkage=linkage, returns=returns))
+        self._texts.append(e.function(name, params, **how))
 
 
 def step(e: Emitter, base: V, count: V, nbytes: int) -> V:

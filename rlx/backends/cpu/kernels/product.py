@@ -3,12 +3,12 @@ operands; the epilogue of finished sums, and the statements that run per finishe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from rlx.backends.cpu.abi import KEPT, Rendered
-from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided, share, step
+from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, TASK, Module, argument_pointers, divided, share, step
 from rlx.backends.cpu.kernels.tile import LINE, lane_mask
 from rlx.backends.cpu.kernels.tiles import Plan, kept_locals, past_caches, results_in_lines
 from rlx.backends.cpu.loops import emit_statements, hoist, weight
@@ -131,9 +131,14 @@ class Product(Module):
         stop = e.intrinsic("smin", i1, limit) if isinstance(c.a, Computed) and limit is not None else i1
         self._block(e, scope, a, b, tiles, panels, (i0, i1, stop))
         if c.rows:
-            hoist(c.rows, scope)
-            with e.loop(i0, i1) as row:
-                emit_statements(c.rows, self._at_row(e, scope, i0, row.index))
+            self.call(e, "rows", self._finished, i1, *self.outside(scope, i0))
+
+    def _finished(self, e: Emitter, i1: V, args: V, scratch: V, status: V, i0: V, *point: V) -> None:
+        """The statements for finished rows."""
+        scope = self.within(e, args, scratch, status, *point)
+        hoist(self.c.rows, scope)
+        with e.loop(i0, i1) as row:
+            emit_statements(self.c.rows, self._at_row(e, scope, i0, row.index))
 
     def _ragged_point(self, e: Emitter, scope: Scope, panels: tuple[V, V]) -> None:
         """One grid point with a number of rows of its own (Contract.count), in blocks of tiles of nearly equal height."""
@@ -219,28 +224,72 @@ class Product(Module):
             return SCRATCH
         return step(e, scope.pointers[o.buffer], expr(o.offset, scope), o.buffer.dtype.itemsize)
 
-    def finish_rows(
-        self, e: Emitter, scope: Scope, sums: V, i0: V, first: V, count: V, j0: V, vectors: int, tail: int,
-        pitch: int = 0,
+    def outside(self, scope: Scope, i0: V) -> tuple[V, ...]:
+        """The values that a function needs to run the epilogue."""
+        return ARGS, SCRATCH, STATUS, i0, *(expr(var, scope) for var, _ in self.kernel.grid)
+
+    def within(self, e: Emitter, args: V, scratch: V, status: V, *point: V) -> Scope:
+        """The scope of a grid point in a function that has these values of `outside`."""
+        pointers: dict[Buffer | Local, V] = {**argument_pointers(e, self.kernel.buffers, args)}
+        pointers |= {x: e.gep(scratch, at) for x, at in self.local_at.items()}
+        bindings = {var: at for (var, _), at in zip(self.kernel.grid, point)}
+        return Scope(e, pointers, status, bindings, vector_bytes=self.vector_bytes)
+
+    def finish(
+        self, e: Emitter, outside: Sequence[V], sums: V, first: V, rows: V, column: V, vectors: int, tail: int,
+        inside: bool = False,
     ) -> None:  # fmt: skip
-        """The epilogue for `count` rows from `first`, columns from j0; the sums of consecutive rows are `pitch`
-        apart (0: no gaps)."""
+        """The epilogue for `rows` rows from `first`, columns from `column`, in a function or `inside` of this one. `outside`: see
+        there."""
+        columns, pitch = self.columns(vectors, tail), vectors * self.plan.lanes
+        (stmts, sizes), any_width = self.sized() if self.around else (self.c.epilogue, {}), self.around and not tail
+
+        def body(e: Emitter, sums: V, first: V, rows: V, column: V, args: V, scratch: V, status: V, i0: V, *more: V) -> None:
+            scope, more = self.within(e, args, scratch, status, *more), more[len(self.kernel.grid) :]
+            for var, value in zip(sizes.values(), more):
+                scope.bind(var, value)
+            width = (more[-1], more[-1]) if any_width else (columns, pitch)
+            self.finish_rows(e, scope, stmts, sums, i0, first, rows, column, *width)
+
+        values = sums, first, rows, column, *outside, *map(e.i64, (*sizes, columns) if any_width else sizes)
+        if inside:
+            body(e, *values)
+        else:
+            self.call(e, "finish" if any_width else f"finish_{vectors}_{tail}", body, *values)
+
+    def columns(self, vectors: int, tail: int) -> int:
+        """The columns of so many vectors, of which the last one has `tail`; 0: all of its lanes."""
+        return (vectors - (tail > 0)) * self.plan.lanes + tail
+
+    def sized(self) -> tuple[tuple[Stmt, ...], dict[int, Var]]:
+        """The epilogue with variables for the numbers that a row is multiplied by: products of other sizes have the same code."""
+        c, sizes, memo = self.c, dict[int, Var](), dict[int, Expr]()
+        for x in parts_of(c.epilogue):
+            if isinstance(x, Alu) and x.op == "mul" and x.args[0] is c.i and isinstance(n := x.args[1], Const):
+                memo[id(x)] = k.mul(c.i, sizes.setdefault(int(n.value), Var("size")))
+        return substitute(c.epilogue, {}, memo), sizes
+
+    def finish_rows(
+        self, e: Emitter, scope: Scope, epilogue: tuple[Stmt, ...], sums: V, i0: V, first: V, count: V, j0: V,
+        columns: int | V, pitch: int | V,
+    ) -> None:  # fmt: skip
+        """The statements of the epilogue for `count` rows from `first`, `columns` from j0; the sums of consecutive rows are
+        `pitch` apart. A number of columns that is known at run time only is whole vectors."""
         c, lanes, size = self.c, self.plan.lanes, self.acc.itemsize
-        columns = (vectors - (tail > 0)) * lanes + tail
         lines = self.lines if columns == self.plan.columns else frozenset()
         wide = max([lanes, *(LINE // b.dtype.itemsize for b in lines)])
-        hoist(c.epilogue, scope)
+        hoist(epilogue, scope)
         with e.loop(0, count, nonempty=True) as rows:
             at_row = self._at_row(e, scope, i0, e.bin("add", first, rows.index))
             at_row.far, at_row.streams = self.far, self.streams & lines
-            hoist(c.epilogue, at_row)
-            line = step(e, sums, rows.index, (pitch or vectors * lanes) * size)
+            hoist(epilogue, at_row)
+            line = e.gep(sums, e.bin("mul", rows.index, e.bin("mul", e.i64(pitch), size)))
 
             def summed(column: V) -> V:
                 return e.load(vector(stored(self.acc), wide), step(e, line, column, size), size)
 
             few = self.plan.matrix > 0  # two vectors at most
-            emit_epilogue(c.epilogue, at_row, c.acc, c.j, summed, columns, wide, j0, unroll=few)
+            emit_epilogue(epilogue, at_row, c.acc, c.j, summed, columns, wide, j0, unroll=few)
 
     def _at_row(self, e: Emitter, scope: Scope, i0: V, row: V) -> Scope:
         """The scope of one row of the block that starts at i0. Per-row locals refer to this row's part."""
@@ -250,12 +299,13 @@ class Product(Module):
 
 
 def emit_epilogue(
-    stmts: tuple[Stmt, ...], scope: Scope, acc: Var, j: Var, element: Callable[[V], V], columns: int, lanes: int, j0: V,
+    stmts: tuple[Stmt, ...], scope: Scope, acc: Var, j: Var, element: Callable[[V], V], columns: int | V, lanes: int, j0: V,
     unroll: bool = False,
 ) -> None:  # fmt: skip
-    """The statements for `columns` elements of a row, from j0 on, in vectors; the last one may be masked. `element`: the vector
-    from a column (relative to j0) on."""
-    e, whole, tail = scope.e, columns - columns % lanes, columns % lanes
+    """The statements for `columns` elements of a row, from j0 on, in vectors; the last one may be masked if the number is known.
+    `element`: the vector from a column (relative to j0) on."""
+    e, tail = scope.e, 0 if isinstance(columns, V) else columns % lanes
+    whole = columns if isinstance(columns, V) else columns - tail
     stmts, runs = _in_runs(stmts, j, lanes)
 
     def vectors(column: V, valid: int) -> None:
@@ -265,11 +315,11 @@ def emit_epilogue(
         known = {acc: value, **{run: e.bin("udiv", base, n) for n, run in runs.items()}}
         emit_statements(stmts, scope.child(known, vector=j, base=base, lanes=lanes, mask=mask))
 
-    if unroll:
+    if unroll and isinstance(whole, int):
         for column in range(0, whole, lanes):
             vectors(e.i64(column), 0)
     elif whole:
-        with e.loop(0, whole, lanes) as at:
+        with e.loop(0, whole, lanes, nonempty=True) as at:
             vectors(at.index, 0)
     if tail:
         vectors(e.i64(whole), tail)

@@ -191,7 +191,7 @@ class _Integer(PanelProduct):
                 with e.when(here):
                     self._tiles(e, height, sums, *places, *source)
             count, first = self.height(e, at.index), e.bin("mul", panel, e.i64(PANEL))
-            self.finish_rows(e, scope.child(), sums, i0, row, count, first, vectors, tail, PANEL)
+            self.finish_rows(e, scope.child(), self.c.epilogue, sums, i0, row, count, first, self.columns(vectors, tail), PANEL)
 
     def _of_row(self, e: Emitter, row: V) -> list[V]:
         """The addresses of q, factors, shifts and least for a row of the block."""
@@ -347,7 +347,8 @@ class _Float(PanelProduct):
             place = e.gep(weights, whole * blocks * self.f.nbytes)
             self._chunk(e, place, e.gep(a, 4 * whole * self.chunk), sums, chunk, ones, block, rest)
         count = e.bin("sub", self.first_row(e, tiles[1]), i0)
-        self.finish_rows(e, scope.child(), sums, i0, i0, count, e.bin("mul", panel, e.i64(PANEL)), vectors, tail, PANEL)
+        columns, j0 = self.columns(vectors, tail), e.bin("mul", panel, e.i64(PANEL))
+        self.finish_rows(e, scope.child(), self.c.epilogue, sums, i0, i0, count, j0, columns, PANEL)
 
     def _chunk(
         self, e: Emitter, weights: V, x: V, sums: V, chunk: V, ones: V | None, block: tuple[tuple[V, V], V], length: int

@@ -150,7 +150,7 @@ class MatrixProduct(PanelProduct):
         with e.loop(*tiles) as at:
             sums = step(e, e.gep(SCRATCH, self.sums_at), e.bin("sub", at.index, tiles[0]), self.sums_bytes)
             rows, first = (self.first_row(e, at.index), self.height(e, at.index)), e.bin("mul", panel, e.i64(PANEL))
-            self.finish_rows(e, scope.child(), sums, i0, *rows, first, vectors, tail, PANEL)
+            self.finish_rows(e, scope.child(), self.c.epilogue, sums, i0, *rows, first, self.columns(vectors, tail), PANEL)
 
     def _chunk(self, e: Emitter, x: V, weights: V, kept: V, turns: int, following: tuple[V, V, V] | None) -> None:
         """The tiles of the block times one chunk. `following`: the next chunk's place in a panel, its buffer, and whether it is

@@ -8,6 +8,7 @@ into addresses when the code is generated, so that a tile's loop has only loads,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 
 from rlx.backends.cpu.abi import LINE
@@ -26,19 +27,24 @@ HALF_OFFSETS = 0x40404040  # 64 for each element of a group of four: half of wha
 @record
 class Layout:
     """Layout of a matrix: (r, c) is stored `row` * r + `column` * c elements of `dtype` after its base. With levels (as of
-    rlx.ir.kernel.Operand) that holds inside the innermost level; rows and columns that are numbers are inside it."""
+    rlx.ir.kernel.Operand) that holds inside the innermost level; rows and columns that are numbers are inside it. `pitches`: odd
+    multiples of the bytes of a row, 1, 3, 5 …, where these are known at run time only; for rows that are numbers."""
 
     dtype: DType
     row: int
     column: int = 1
     row_levels: Levels = ()
     col_levels: Levels = ()
+    pitches: tuple[V, ...] = ()
 
     def byte(self, r: int, c: int) -> int:
         return (r * self.row + c * self.column) * self.dtype.itemsize
 
     def at(self, e: Emitter, base: V, r: V | int, c: V | int = 0) -> V:
         """The address of (r, c)."""
+        if self.pitches and isinstance(r, int) and r:
+            even = r & -r  # a factor that addresses of x86 have, up to 8
+            base, r = e.gep(base, e.bin("shl", self.pitches[r // even // 2], even.bit_length() - 1)), 0
         for index, nbytes, levels in ((r, self.byte(1, 0), self.row_levels), (c, self.byte(0, 1), self.col_levels)):
             if isinstance(index, int):
                 base = e.gep(base, index * nbytes)
@@ -48,6 +54,10 @@ class Layout:
                 base, nbytes = step(e, base, inside, nbytes), stride * self.dtype.itemsize
             base = step(e, base, index, nbytes)
         return base
+
+    def with_pitch(self, e: Emitter, pitch: V, rows: int) -> Layout:
+        """The same with so many bytes for a row, of which there are at most `rows`."""
+        return replace(self, pitches=(pitch, *(e.bin("mul", pitch, n) for n in range(3, rows, 2))))
 
     def in_groups(self, word: DType, group: int) -> Layout:
         """The same matrix with `group` adjacent elements of a row as one element."""
@@ -112,12 +122,13 @@ def load_line(e: Emitter, at: V, source: Layout, lanes: int, to: DType, tail: in
 
 def tile_function(
     e: Emitter, a: V, b: V, sums: V, k: int | V, factors: V | None = None, *ahead: V,
-    t: Tile, from_a: Layout, from_b: Layout, first: V | None = None,
+    t: Tile, from_a: Layout, from_b: Layout, first: V | None = None, runs: tuple[V, ...] | None = None, paces: Sequence[V] = (),
 ) -> None:  # fmt: skip
-    """sums[rows][vectors*lanes] = a[rows, k] @ b[k, vectors*lanes]. If k is only known at run time, it is at least 1 and the
-    loop is not unrolled. `factors`: one per row; the previous sums, times the factor, are added. `ahead`: where t.ahead, and
+    """sums[rows][vectors*lanes] = a[rows, k] @ b[k, vectors*lanes]. If k is only known at run time, it is at least 1, and whole
+    turns of the loop. `factors`: one per row; the previous sums, times the factor, are added. `ahead`: where t.ahead, and
     t.rows_ahead, bytes per step of k are prefetched from. `first`: the column of a at which k begins, if a's columns lie in
-    levels: k is whole runs of the innermost one."""
+    levels: k is whole runs of the innermost one. `runs`: the steps of a run, and the bytes from one to the next, if there is
+    one level, and a begins with k. `paces`: what t.ahead and t.rows_ahead are in a turn, if only their lines are known here."""
     ty, size, dot = vector(stored(t.acc), t.lanes), t.acc.itemsize, t.dot
     side, signed = (dot.side, dot.signed) if dot else (1, False)
     heights, across = -(-t.rows // side) + signed, t.vectors * side  # sums; if signed, a further row sums b alone
@@ -154,7 +165,7 @@ def tile_function(
             out += [multiply_add(e, t, row, column, total) for column, total in zip(columns, sums_of_row)]
         return out
 
-    totals = _over_k(e, t, one, k, [a, b, *ahead], totals, (from_a, from_b), first)
+    totals = _over_k(e, t, one, k, [a, b, *ahead], totals, (from_a, from_b), first, runs, paces)
     for at, total in zip(places, finished(e, t, totals)):
         if t.adds and not in_place:
             total = e.bin("fadd" if t.acc.is_float else "add", e.load(ty, e.gep(sums, at), size), total)
@@ -163,7 +174,7 @@ def tile_function(
 
 def _over_k(
     e: Emitter, t: Tile, one: Callable[[V, V, int, list[V]], list[V]], k: int | V, start: list[V], totals: list[V],
-    layouts: tuple[Layout, Layout], first: V | None,
+    layouts: tuple[Layout, Layout], first: V | None, runs: tuple[V, ...] | None, paces: Sequence[V],
 ) -> list[V]:  # fmt: skip
     """The sums of tile_function. `one`: adds one step, relative to addresses of a and b, to sums. `start`: these addresses, and
     that to prefetch from if there is one. `totals`: the first values of all separate sums."""
@@ -175,13 +186,19 @@ def _over_k(
         with e.loop(0, k, t.unroll, carried=[a, *carried], nonempty=True) as loop:
             at_a, at_b, *now = loop.carried
             loop.next = [from_a.at(e, at_a, 0, t.unroll), from_b.at(e, at_b, t.unroll)]
-            for place, each in zip(now[:held], [n for n in (t.ahead, t.rows_ahead) if n]):
-                loop.next += prefetch(e, [place], t.unroll * each, each, t.ahead_of)
+            for n, (place, each) in enumerate(zip(now[:held], [n for n in (t.ahead, t.rows_ahead) if n])):
+                loop.next += prefetch(e, [place], t.unroll * each, each, t.ahead_of, pace=paces[n] if paces else None)
             for u in range(t.unroll):
                 loop.next += one(at_a, at_b, u, now[held + u * count :][:count])
         return loop.results
 
-    if first is None:
+    if runs:
+        rest = 0
+        with e.loop(0, k, runs[0], carried=[a, *others, *totals], nonempty=True) as loop:
+            at_a, *carried = loop.carried
+            loop.next = [e.gep(at_a, runs[1]), *steps(runs[0], at_a, carried)[1:]]
+        at_a, at_b, *found = loop.results
+    elif first is None:
         rest = k % t.unroll if isinstance(k, int) else 0
         at_a, at_b, *found = steps(k - rest if isinstance(k, int) else k, a, [*others, *totals])
     else:
@@ -245,14 +262,16 @@ def rows_of_blocks(e: Emitter, blocks: list[V], across: int) -> list[V]:
     return out
 
 
-def prefetch(e: Emitter, places: list[V], nbytes: int, pitch: int = 0, wanted: int = 0, level: int = 2) -> list[V]:
-    """Prefetch that many bytes from each place into the caches from `level` on; returns the places after them. `wanted`: if not
-    0, only so many of each `pitch` bytes."""
+def prefetch(
+    e: Emitter, places: list[V], nbytes: int, pitch: int = 0, wanted: int = 0, level: int = 2, pace: V | None = None
+) -> list[V]:
+    """Prefetch that many bytes from each place into the caches from `level` on; returns the places after them, or `pace` bytes
+    further on. `wanted`: if not 0, only so many of each `pitch` bytes."""
     lines = range(0, nbytes, LINE) if not wanted else [x + y for x in range(0, nbytes, pitch) for y in range(0, wanted, LINE)]
     for at in places:
         for line in lines:
             e.prefetch(e.gep(at, line), level)
-    return [e.gep(at, nbytes) for at in places]
+    return [e.gep(at, pace or nbytes) for at in places]
 
 
 def stage_levels_function(
