@@ -213,7 +213,7 @@ def test_a_narrow_panel_fetches_only_its_columns() -> None:
     kernel = next(s.kernel for s in steps if isinstance(s.kernel.body[0], K.Contract))
     functions = render(kernel, target, "kernel").text.split("define ")
     lines = {m[1]: text.count("call void @llvm.prefetch") for text in functions if (m := re.search(r"@(tile_\w+)\(", text))}
-    assert lines["tile_8x1_0"] == 2 and lines["tile_8x3_0_192"] == 3 and lines["tile_8x3_0_96"] == 2
+    assert lines["tile_8x1_0"] == 2 and lines["tile_8x3_0_192_sized"] == 3 and lines["tile_8x3_0_96_sized"] == 2
 
 
 def test_the_defaults_of_tuning_parameters_are_those_of_the_code() -> None:

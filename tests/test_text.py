@@ -264,7 +264,7 @@ MALFORMED = [
     (HEAD + "  %0 = t_split(%x, count=2) : f32[2], f32[2]\n  %1 = t_same(%0.2) : f32[2]", 5, "%0.0 to %0.1"),
     (HEAD + '  %0 = t_split(%x, count="2") : f32[2]', 4, "count of t_split takes int, found '2'"),
     (HEAD + "  %0 = t_split(%x, count=true) : f32[2]", 4, "takes int"),
-    (HEAD + "  %0 = t_split(%x) : f32[2]", 4, "missing"),
+    (HEAD + "  %0 = t_split(%x) : f32[2]", 4, "t_split needs count"),
     (HEAD + "  %0 = t_split(%x, count=1, count=1) : f32[2]", 4, "count is given twice"),
     (HEAD + "  %0 = t_split(%x, many=1) : f32[2]", 4, "no attribute many"),
     (HEAD + "  %0 = t_split(%x, count=) : f32[2]", 4, "an attribute's value"),

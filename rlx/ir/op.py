@@ -237,12 +237,12 @@ class OpDef:
         types = attribute_types(self.attrs)
         if extra := sorted(set(given) - set(types)):
             raise AttributeValueError(f"{self.name} has no attribute {', '.join(extra)}; it has: {', '.join(types)}")
-        if len(given) < len(types) and (missing := [n for n in types if n not in given and not hasattr(self.attrs, n)]):
-            raise AttributeValueError(f"{self.name} needs {', '.join(missing)}; its attributes are: {', '.join(types)}")
         try:
             found = {name: self._loose(name, types[name], value) for name, value in given.items()}
             kinds = {name: str if get_origin(types[name]) is Literal else types[name] for name in found}
             wrong = [self._unfit(name, types[name], value) for name, value in found.items() if not fits(value, kinds[name])]
+            if not wrong and (missing := [n for n in types if n not in given and not hasattr(self.attrs, n)]):
+                wrong = [f"{self.name} needs {', '.join(missing)}; its attributes are: {', '.join(types)}"]
             made = None if wrong else self.attrs(**found)  # it may compare values with others, which those of other types refuse
         except GraphError as e:
             raise type(e)(f"{self.name}: {e}") from None
