@@ -342,6 +342,12 @@ def test_other_rows_have_blocks_of_powers_of_two(dtype, rows):
     assert found.team & (found.team - 1) == 0
 
 
+@pytest.mark.parametrize("op", [rlx.softmax, rlx.log_softmax])
+def test_rows_of_16_bits_that_begin_anywhere_still_share_registers(op):
+    found = launch_of(one(lambda g: op(g.input("x", (3000, 13_003), "bf16"))), "sm_90a")
+    assert found.peel and found.row.packed and found.row.size == 8
+
+
 def test_parts_of_narrow_columns_lie_side_by_side():
     first, last = kernels(graph(lambda g: rlx.sum(g.input("x", (818_400, 41), "bf16"), axis=0)))
     found = launch_of(first, "sm_90a")

@@ -237,7 +237,7 @@ def launch(kernel: Kernel, clusters: bool = True) -> Launch:
         at = _of_rows(found[0], clusters, shared, packs, THREADS if found[1].busy else 2 * THREADS)
         if at.team > 1 and (at.row and at.row.packed if found[1].busy else at.row or not kernel.locals):
             return replace(at, peel=found[1])
-    return _of_rows(kernel, clusters, shared, packs)
+    return _of_whole_warps(kernel) or _of_rows(kernel, clusters, shared, packs)
 
 
 def _of_rows(
@@ -248,9 +248,6 @@ def _of_rows(
     team, points = _team(kernel), math.prod(n for _, n in kernel.grid)
     budgets = (FEW_REGISTERS,) if points < FEW_POINTS else (REGISTERS, MORE_REGISTERS)
     found = next(filter(None, (row_of(kernel, (WARP, *BLOCK_SIZES), n) for n in budgets)), None) if team > 1 else None
-    if points >= FEW_POINTS and team > WARP and (not found or found[0] > THREADS):
-        if even := _of_whole_warps(kernel):
-            return even
     packs = packs and team > WARP and (not found or found[0] > most)
     if packs and (packed := _in_parts(kernel, clusters, shared, packed=True)):
         if not found or packed.parts <= 2:
@@ -266,7 +263,7 @@ def _of_rows(
     if team == 1:
         kernel = rows_last(in_loops(long_sums(kernel)))
         vector = _vector(kernel)
-        whole = vector > 1 and kernel.grid[-1][1] % vector == 0
+        whole = vector > 1 and kernel.grid[-1][1] % vector == 0 and not _at_position(kernel)
         repeats = _vectors_apart(kernel, vector) if whole else _repeats(kernel)
         if not whole:
             vector, repeats = (1, repeats) if repeats > 2 * vector or vector == 1 else (vector, 1)
@@ -277,12 +274,12 @@ def _of_rows(
 def _of_whole_warps(kernel: Kernel) -> Launch | None:
     """Rows of 16-bit elements, of which each thread of a block has EVEN_ROUNDS vectors: of 2^n threads up to a half would have
     fewer, and a multiprocessor room for fewer blocks."""
-    loops = row_loops(kernel)
-    if not loops or not all(x.buffer.dtype.itemsize == 2 for s in loops for x in _memory_loads(s)):
+    loops, points = row_loops(kernel), math.prod(n for _, n in kernel.grid)
+    if not loops or points < FEW_POINTS or any(x.buffer.dtype.itemsize != 2 for s in loops for x in _memory_loads(s)):
         return None
     team = -(-loops[0].extent // (MOST * EVEN_ROUNDS * WARP)) * WARP
     found = row_of(kernel, (team,), MORE_REGISTERS) if THREADS < team <= 2 * THREADS else None
-    if not found or found[1].size < MOST or found[1].packed:
+    if not found or found[1].size < MOST or _team(kernel) <= WARP:
         return None
     return Launch(kernel, team, team, row=found[1])
 
@@ -570,7 +567,7 @@ def _vectors_apart(kernel: Kernel, vector: int) -> int:
     """Vectors of a thread: with one that is short, or that waits for its place, too few bytes are on their way. As many as leave
     every multiprocessor busy, and have room in registers."""
     plain = not kernel.limits and all(isinstance(s, Let | Store | Check) for s in kernel.body)
-    if kernel.locals or not plain or _at_position(kernel):
+    if kernel.locals or not plain:
         return 1
     var, points = kernel.grid[-1][0], math.prod(n for _, n in kernel.grid) // vector
     read = loads(kernel.body, (), var, vector)
