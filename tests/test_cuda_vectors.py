@@ -11,7 +11,6 @@ from test_cuda import on_gpu, one
 
 import rlx
 from rlx.backends.cuda.code import cubin, launch_of, text_of
-from rlx.ir.evaluate import evaluate
 
 
 @pytest.mark.parametrize("columns, team, parts", [(301, 32, 1), (2001, 256, 1), (20_001, 256, 10)])
@@ -60,5 +59,7 @@ def test_several_short_vectors_of_a_thread_agree_with_numpy(name):
     given = {f"x{n}": np.random.default_rng(n).normal(size=d).astype(rlx.as_dtype("bf16").numpy) for n, d in enumerate(dims)}
     g = rlx.Graph("g")
     g.set_outputs([op(*(g.input(name, x.shape, "bf16") for name, x in given.items()))])
-    (found,), (wanted,) = rlx.Session("cuda").compile(g).run(given), evaluate(g, given)[0]
-    np.testing.assert_array_equal(found.view(np.uint16), wanted.view(np.uint16))
+    (found,) = rlx.Session("cuda").compile(g).run(given)
+    wanted = np.float64(np.concatenate([*given.values()]) if name == "joined" else op(*map(np.float64, given.values())))
+    # A kernel rounds its result alone: half of the last of bf16's 8 bits, and f32's errors where terms cancel.
+    np.testing.assert_allclose(np.float64(found), wanted, rtol=2.0**-8, atol=1e-5)
