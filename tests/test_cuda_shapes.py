@@ -236,7 +236,7 @@ def test_products_of_copied_rows_are_right(name):
     np.testing.assert_array_equal(compiled.run(given)[0], evaluate(made, given, params)[0][0])
 
 
-CONVOLUTIONS = {  # dims of the image and the weights, channels last, dtype, strides; then channels, places and shares of a thread
+CONVOLUTIONS = {  # dims of image and weights, channels last, dtypes of both and the bias, strides; channels, places and shares
     "for each channel": ((8, 56, 56, 96), (7, 7, 1, 96), True, "f32", 1, (4, 8, 1)),
     "for each of a small image": ((1, 14, 14, 96), (7, 7, 1, 96), True, "f16", 2, (1, 1, 1)),
     "for each, channels first": ((1, 96, 112, 112), (192, 1, 7, 7), False, "bf16", 2, (1, 8, 1)),
@@ -246,36 +246,54 @@ CONVOLUTIONS = {  # dims of the image and the weights, channels last, dtype, str
     "for each of a volume": ((2, 12, 14, 15, 16), (24, 1, 5, 3, 5), False, "f16", 1, (1, 2, 1)),
     "for each of a volume, channels last": ((1, 17, 20, 21, 64), (3, 5, 3, 1, 64), True, "f32", 2, (1, 1, 1)),
     "to few of a volume": ((1, 16, 12, 13, 14), (2, 16, 3, 3, 3), False, "bf16", 1, (1, 1, 8)),
+    "mixed, for each channel": ((8, 56, 56, 96), (7, 7, 1, 96), True, "bf16 f32 f32", 1, (4, 8, 1)),
+    "mixed, for each, channels first": ((1, 33, 30, 41), (66, 1, 3, 3), False, "f16 f32 bf16", 2, (1, 1, 1)),
+    "mixed, to few": ((2, 30, 31, 64), (3, 3, 64, 5), True, "bf16 f32 f32", 1, (4, 1, 16)),
+    "mixed, to few, channels first": ((2, 16, 40, 33), (3, 16, 5, 5), False, "f32 bf16 bf16", 1, (1, 1, 8)),
 }
+
+
+def convolution(name):
+    image, weights, last, dtypes, stride, _ = CONVOLUTIONS[name]
+    out, channels = (weights[-1], image[-1]) if last else (weights[0], image[1])
+    groups = channels if weights[-2 if last else 1] == 1 else 1
+    how = {"strides": stride, "low": 1, "high": 2, "groups": groups, "channels_last": last}
+    how["dilation"] = (1, 2, 1)[: len(image) - 2]
+    x, w, b = [*zip("xwb", (image, weights, (out,)), dtypes.split() * (1 if " " in dtypes else 3))]
+    return graph(lambda g: rlx.relu(rlx.conv(g.input(*x), g.param(*w), g.param(*b), **how)))
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_read_the_image_as_it_lies(name):
-    image, weights, last, dtype, stride, mapped = CONVOLUTIONS[name]
-    channels = image[-1] if last else image[1]
+    image, weights, last, dtypes, stride, mapped = CONVOLUTIONS[name]
+    channels, (dtype, other) = image[-1] if last else image[1], (dtypes.split() * 2)[:2]
     groups = channels if weights[-2 if last else 1] == 1 else 1
     how = {"strides": stride, "low": 1, "high": 1, "groups": groups, "channels_last": last}
-    made = graph(lambda g: rlx.conv(g.input("x", image, dtype), g.param("w", weights, dtype), **how))  # type: ignore[arg-type]
+    made = graph(lambda g: rlx.conv(g.input("x", image, dtype), g.param("w", weights, other), **how))  # type: ignore[arg-type]
     (found,) = [at for at in map(launch_of, kernels(made)) if isinstance(at, DirectLaunch)]
     assert (found.channels, found.places, found.shares) == mapped
     assert cubin(text_of(found, "kernel"), "sm_80")
     assert (found.deep.taps > 1) == (len(image) == 5)
 
 
+@pytest.mark.parametrize("name", [name for name in CONVOLUTIONS if "mixed" in name])
+def test_convolutions_take_a_bias_of_another_dtype(name):
+    found = [at for at in map(launch_of, kernels(convolution(name))) if isinstance(at, DirectLaunch)]
+    assert len(found) == 1 and cubin(text_of(found[0], "kernel"), "sm_80")
+
+
 @on_gpu
-@pytest.mark.parametrize("name", [name for name in CONVOLUTIONS if "volume" in name])
-def test_convolutions_of_volumes_are_right(name):
-    image, weights, last, dtype, stride, _ = CONVOLUTIONS[name]
-    channels, more = image[-1] if last else image[1], {"bias": (weights[-1 if last else 0],)}
-    groups = channels if weights[-2 if last else 1] == 1 else 1
-    how = {"strides": stride, "low": 1, "high": 2, "dilation": (1, 2, 1), "groups": groups, "channels_last": last}
-    sizes = {"x": image, "w": weights, **more}
-    build = lambda g: rlx.relu(rlx.conv(*(g.input(n, d, dtype) for n, d in sizes.items()), **how))  # type: ignore  # noqa: E731
-    made, rng = graph(build), np.random.default_rng(0)
-    given = {n: rng.standard_normal(d).astype(rlx.as_dtype(dtype).numpy) for n, d in sizes.items()}
-    (found,), ((wanted,), _) = rlx.Session("cuda").compile(made).run(given), evaluate(made, given)
+@pytest.mark.parametrize("name", [name for name in CONVOLUTIONS if "volume" in name or "mixed" in name])
+def test_convolutions_that_read_the_image_are_right(name):
+    made, rng = convolution(name), np.random.default_rng(0)
+    drawn = lambda values: {v.node.name: rng.standard_normal(v.dims).astype(v.dtype.numpy) for v in values}  # noqa: E731
+    given, params = drawn(made.inputs), drawn(made.params)
+    compiled = rlx.Session("cuda").compile(made)
+    compiled.set_params(params)
+    (found,), ((wanted,), _) = compiled.run(given), evaluate(made, given, params)
+    bound = 1e-5 if found.dtype == np.float32 else 2e-2  # sums of f32, or rounded to 16 bits
     found, wanted = found.astype(np.float32), wanted.astype(np.float32)
-    np.testing.assert_allclose(found, wanted, rtol=2e-2, atol=2e-2 * float(np.abs(wanted).mean()))
+    np.testing.assert_allclose(found, wanted, rtol=bound, atol=bound * float(np.abs(wanted).mean()))
 
 
 @pytest.mark.parametrize("batch, columns, tensor", [(96, 7, True), (96, 3, False), (1, 7, False), (1, 8, True)])

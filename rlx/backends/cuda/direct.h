@@ -7,7 +7,7 @@
    in memory. NEAR: channels of the weights are adjacent. */
 constexpr int SPAN = (P - 1) * STRIDE_A + (TAPS_A - 1) * APART_A + 1, SUMS = EACH ? V : O;
 
-template <class E> RLX_FN void rlx_add_plane(float (&sums)[P][SUMS], const E* x, const E* w, int a, int b) {
+template <class X, class W> RLX_FN void rlx_add_plane(float (&sums)[P][SUMS], const X* x, const W* w, int a, int b) {
   #pragma unroll ROWS_AT_ONCE
   for (int tb = 0; tb < TAPS_B; tb++) {
     const int ib = b * STRIDE_B - LOW_B + tb * APART_B;
@@ -16,29 +16,29 @@ template <class E> RLX_FN void rlx_add_plane(float (&sums)[P][SUMS], const E* x,
     #pragma unroll
     for (int n = 0; n < SPAN; n++) {
       const int ia = a * STRIDE_A - LOW_A + n;
-      E got[V] = {};
+      X got[V] = {};
       if (ia >= 0 && ia < SIZE_A) rlx_fetch<V>(got, x + (rlx_index)ia * X_A + (rlx_index)ib * X_B);
       #pragma unroll
-      for (int v = 0; v < V; v++) seen[n][v] = WIDE(got[v]);
+      for (int v = 0; v < V; v++) seen[n][v] = WIDE_X(got[v]);
     }
     #pragma unroll
     for (int ta = 0; ta < TAPS_A; ta++) {
-      const E* const weights = w + ta * W_A + tb * W_B;
+      const W* const weights = w + ta * W_A + tb * W_B;
       if constexpr (EACH) {
-        E got[V];
+        W got[V];
         rlx_fetch<V>(got, weights);
         #pragma unroll
         for (int p = 0; p < P; p++)
           #pragma unroll
-          for (int v = 0; v < V; v++) sums[p][v] = fmaf(seen[p * STRIDE_A + ta * APART_A][v], WIDE(got[v]), sums[p][v]);
+          for (int v = 0; v < V; v++) sums[p][v] = fmaf(seen[p * STRIDE_A + ta * APART_A][v], WIDE_W(got[v]), sums[p][v]);
       } else {
         #pragma unroll
         for (int o = 0; o < O; o++) {
-          E got[V];
+          W got[V];
           if constexpr (NEAR) rlx_fetch<V>(got, weights + o * W_O);
           #pragma unroll
           for (int v = 0; v < V; v++) {
-            const float weight = WIDE(NEAR ? got[v] : weights[v * W_C + o * W_O]);
+            const float weight = WIDE_W(NEAR ? got[v] : weights[v * W_C + o * W_O]);
             #pragma unroll
             for (int p = 0; p < P; p++) sums[p][o] = fmaf(seen[p * STRIDE_A + ta * APART_A][v], weight, sums[p][o]);
           }
@@ -48,7 +48,7 @@ template <class E> RLX_FN void rlx_add_plane(float (&sums)[P][SUMS], const E* x,
   }
 }
 
-template <class E> RLX_FN void rlx_add_windows(float (&sums)[P][SUMS], const E* x, const E* w, int d, int a, int b) {
+template <class X, class W> RLX_FN void rlx_add_windows(float (&sums)[P][SUMS], const X* x, const W* w, int d, int a, int b) {
   #pragma unroll 1
   for (int td = 0; td < TAPS_D; td++) {
     const int id = d * STRIDE_D - LOW_D + td * APART_D;
@@ -57,7 +57,7 @@ template <class E> RLX_FN void rlx_add_windows(float (&sums)[P][SUMS], const E* 
 }
 
 /* The sums of all channels, of which this thread has every TEAM-th group of V from number `me` on. */
-template <class E> RLX_FN void rlx_add_channels(float (&sums)[P][SUMS], const E* x, const E* w, int d, int a, int b, int me) {
+template <class X, class W> RLX_FN void rlx_add_channels(float (&sums)[P][SUMS], const X* x, const W* w, int d, int a, int b, int me) {
   #pragma unroll AT_ONCE
   for (int c = me * V; c < CHANNELS; c += TEAM * V) rlx_add_windows(sums, x + (rlx_index)c * X_C, w + c * W_C, d, a, b);
   if constexpr (LAST) {
@@ -79,7 +79,7 @@ template <class E> RLX_FN void rlx_add_channels(float (&sums)[P][SUMS], const E*
 }
 
 /* put(n, d, a, b, c, values) for each place of the thread. A thread without one computes the last, and does not store. */
-template <class E, class F> RLX_FN void rlx_convolution(const E* x, const E* w, const E* bias, F put) {
+template <class X, class W, class B, class F> RLX_FN void rlx_convolution(const X* x, const W* w, const B* bias, F put) {
   constexpr int GROUPS = EACH ? O / V : 1, TIMES_A = (OUT_A + P - 1) / P;
   const int me = LAST ? threadIdx.x % TEAM : threadIdx.x / 32 % TEAM, lane = threadIdx.x / (32 * TEAM) * 32 + threadIdx.x % 32;
   rlx_uindex point = (rlx_uindex)blockIdx.x * (THREADS / TEAM) + (LAST ? threadIdx.x / TEAM : lane);
@@ -104,7 +104,7 @@ template <class E, class F> RLX_FN void rlx_convolution(const E* x, const E* w, 
   for (int p = 0; p < P; p++) {
     if (a + p >= OUT_A) break;
     #pragma unroll
-    for (int v = 0; v < SUMS && BIASED; v++) sums[p][v] += WIDE(bias[(c + v) * BIAS]);
+    for (int v = 0; v < SUMS && BIASED; v++) sums[p][v] += WIDE_BIAS(bias[(c + v) * BIAS]);
     put(point, d, a + p, b, c, sums[p]);
   }
 }

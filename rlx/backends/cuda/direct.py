@@ -35,8 +35,9 @@ def claim(node: Node) -> str | None:
     attrs, (x, w) = node.attrs, node.inputs[:2]
     assert isinstance(attrs, ConvAttrs)
     *window, inner, out = w.shape.static if attrs.channels_last else (*w.shape.static[2:], *w.shape.static[1::-1])
-    if x.dtype != w.dtype or x.dtype.name not in DTYPES or x.rank > 5:
-        return f"the direct kernel takes images of 1 to 3 spatial dims in {', '.join(DTYPES)}, not {x.shape} and {w.dtype}"
+    if any(v.dtype.name not in DTYPES for v in node.inputs) or x.rank > 5:
+        found = " and ".join((str(x.shape), *(v.dtype.name for v in node.inputs[1:])))
+        return f"the direct kernel takes images of 1 to 3 spatial dims in {', '.join(DTYPES)}, not {found}"
     if max(window) > MOST_WINDOW or math.prod(window) * inner > MOST_SUM or 0 in (*x.shape.static, *node.shapes[0].static):
         return f"the direct kernel takes windows of 1 to {MOST_WINDOW} elements along an axis, not {window} of {x.shape}"
     if max(v.shape.num_elements for v in (x, w, node.results[0])) >= WIDE:
@@ -130,7 +131,7 @@ def launch(kernel: Kernel, native: Native) -> DirectLaunch:
         along, batch = Axis(batch, batch, x=x.strides[0]), 1
     points, size = batch * deep.out * across.out * (results if each else 1), 1
     if last:
-        size = CHANNELS if each else BYTES // x.buffer.dtype.itemsize
+        size = CHANNELS if each else BYTES // max(v.buffer.dtype.itemsize for v in (x, w))
         own = not each or results == channels
         near = lambda n: own and channels % n == 0 and _near(x, n, -1) and (not each or _near(w, n, -1))  # noqa: E731
         while size > 1 and (not near(size) or along.span(1) * size > HELD or (each and points // size * along.out < BUSY)):
@@ -168,7 +169,8 @@ class DirectWriter(CudaWriter):
     def constants(self, native: Native) -> Iterator[str]:
         at, (x, w, order), bias = self.launch, _of_last(native), native.inputs[2:]
         results, each = native.results[0][order[-1]], native.attrs.groups > 1  # type: ignore[union-attr]
-        yield f"#define WIDE(a) {CUDA.loads.get(x.buffer.dtype.name, '{0}').replace('[{1}]', '').format('a')}"
+        for name, view in zip(("X", "W", "BIAS"), (*native.inputs, x)):
+            yield f"#define WIDE_{name}(a) {CUDA.loads.get(view.buffer.dtype.name, '{0}').replace('[{1}]', '').format('a')}"
         values = {
             "EACH": int(each), "LAST": int(at.last), "NEAR": int(not each and _near(w, at.channels, -2)), "V": at.channels,
             "O": results, "P": at.places, "TEAM": at.shares, "POINTS": at.count, "CHANNELS": x.dims[-1], "THREADS": at.threads,
