@@ -303,6 +303,13 @@ def test_few_columns_take_tensor_cores_where_tiles_are_many(batch, columns, tens
     assert isinstance(found, WarpLaunch) == tensor and cubin(text_of(found, "kernel"), "sm_90a")
 
 
+@pytest.mark.parametrize("terms, count", [(8, 1), (9, 2), (2048, 2)])
+def test_long_sums_leave_rows_to_another_kernel(terms, count):
+    """Else each thread would load both operands of each term, where tiles share them."""
+    made = graph(lambda g: rlx.softmax(g.input("x", (4096, terms), "f32") @ g.param("w", (terms, 64), "f32")))
+    assert len([*kernels(made)]) == count
+
+
 @pytest.mark.parametrize("mode", ["mul", "max", "min"])
 def test_blocks_share_the_places_of_other_updates(mode):
     build = lambda g: rlx.scatter_elements(  # noqa: E731

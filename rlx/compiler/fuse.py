@@ -296,8 +296,9 @@ class _Fuser:
         stay in cache between its panels."""
         if group.anchor is None or not self.is_product(group.anchor):
             return group.anchor is None
-        if contraction(group.anchor).group >= 0:
-            return False  # a task has some of the columns of its rows
+        facts, left = contraction(group.anchor), group.anchor.inputs[0].shape.static
+        if facts.group >= 0 or math.prod(left[axis] for axis in facts.a_sum) > self.target.row_terms:
+            return False  # a task of a group has some of the columns of its rows
         rows, threads = math.prod(group.dims[:-1]), self.target.threads
         enough = threads == 1 or rows >= MIN_ROWS * self.target.points
         readers = min(threads, self.target.points)  # a block of threads reads the weights of its point once
@@ -305,7 +306,7 @@ class _Fuser:
             weights = group.anchor.inputs[1]  # each reader would take all of them for its few rows
             enough = readers * math.prod(weights.shape.static) * weights.dtype.itemsize <= REREAD
         fits = group.dims[-1] * group.anchor.shapes[0].dtype.compute.itemsize <= self.target.cache_bytes
-        return enough and fits and len(contraction(group.anchor).b_columns) == 1
+        return enough and fits and len(facts.b_columns) == 1
 
     def acyclic(self, group: Group, node: Node, views: Sequence[Value] = ()) -> bool:
         """True if no operand from outside the group depends on the group. `views`: those that are read element by element."""

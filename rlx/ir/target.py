@@ -113,6 +113,7 @@ class Target:
     cache_bytes: int = 32 << 10  # memory that a point has near: first-level cache, shared memory
     core_cache_bytes: int = 1 << 20  # memory that a core has alone behind that: second-level cache
     line_bytes: int = 64  # of a cache line, the unit of transfers from memory
+    row_terms: int = 1 << 31  # of each sum of a contraction that reduces its own rows, at most
     part_columns: int = 0
     column_bytes: int = 0  # of a line along another axis than the last one, at most, that a kernel may reduce and read again
     shares_rows: bool = False  # several points reduce one row, of any length, of elements computed of those in memory

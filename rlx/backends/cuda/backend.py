@@ -52,6 +52,7 @@ SUPPORT = ("rlx_end", "rlx_feed", "rlx_copy", "rlx_log")  # the kernels of suppo
 BLOCKS = 0.75  # large blocks for each multiprocessor that keep the GPU busy: a block runs a point of a reduction
 COMPUTED_ROWS, COMPUTED = 2, 40_000  # rows of a product that every block of it computes, and operations for each of them
 REST_BYTES = 1 << 20  # of a buffer of a decoding step
+ROW_TERMS = 8  # of a product whose rows are reduced in its kernel: a thread loads both operands of each term
 COLUMNS = 32  # columns of a block that reduces rows down to one, a lane for each
 
 
@@ -195,7 +196,7 @@ def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
     return Target(
         name="cuda", dtypes=frozenset(DTYPES), features=(arch,), quick=frozenset({"bf16"}), vector_bytes=16,
         threads=multiprocessors * THREADS_EACH, points_per_thread=BLOCKS / THREADS_EACH, point_elements=4096,
-        cache_bytes=8 * COLUMNS, line_bytes=128, stores_narrow=True, shares_rows=True,
+        cache_bytes=8 * COLUMNS, line_bytes=128, row_terms=ROW_TERMS, stores_narrow=True, shares_rows=True,
         channels_last=True, few_kernels=True, rest_bytes=REST_BYTES, alignment=256,
         natives={
             "attention": attention.claim, "conv": direct.claim, "dequant_matmul": packed.claim,
