@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import rlx
-from rlx.ir.cost import ProgramWork
+from rlx.backends.cuda.backend import target
+from rlx.compiler import lower
+from rlx.ir.cost import ProgramWork, flops
 
 
 def work(make, *dims: tuple[int, ...], param: tuple[int, ...] = (), **options) -> ProgramWork:
@@ -82,6 +85,18 @@ def test_native_attention_states_its_operations() -> None:
     (kernel,) = compiled.report().work.kernels
     assert kernel.flops == 2 * (2 * 8 * 12) * 32
     assert kernel.least_bytes == kernel.read_bytes + kernel.written_bytes == 4 * (2 * np.prod(q) + 2 * np.prod(kv))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_native_convolutions_state_their_operations(last: bool) -> None:
+    """Of each channel alone, and of few results: the multiply-adds of the windows, wherever the channels are."""
+    for channels, out, groups in ((40, 40, 40), (40, 3, 1)):
+        g, window = rlx.Graph("w"), (channels // groups, 3, 5)
+        x = g.input("x", (2, 9, 12, channels) if last else (2, channels, 9, 12), rlx.f32)
+        w = g.param("w", (*window[1:], window[0], out) if last else (out, *window), rlx.f32)
+        g.set_outputs([rlx.conv(x, w, low=(1, 2), high=(1, 2), groups=groups, channels_last=last)])
+        (step,) = lower(g, target("sm_90a"), rlx.CompileOptions()).steps
+        assert flops(step.kernel) == 2 * (2 * 9 * 12 * out) * (15 * channels // groups)
 
 
 def test_quantised_products_state_their_operations() -> None:

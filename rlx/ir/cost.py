@@ -185,7 +185,8 @@ def flops(kernel: Kernel) -> int | None:
         if isinstance(s, K.Native):
             if s.op not in OPS or (count := OPS[s.op].flops) is None:
                 return None
-            counts.append(count([v.dims for v in s.inputs], s.results) + math.prod(n for _, n in s.axes) * _flops(s.epilogue))
+            own = count([v.dims for v in s.inputs], s.results, s.attrs)
+            counts.append(own + math.prod(n for _, n in s.axes) * _flops(s.epilogue))
     return points(kernel) * sum(counts)
 
 

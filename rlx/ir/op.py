@@ -187,7 +187,7 @@ class OpDef:
     tiled: Callable[..., TiledLayout] | None = None
     own_memory: bool = False  # INDEX: the result gets fresh memory in every run: never folded or prepared
     observed: bool = False  # INDEX: the result stays in memory to the end of a run, where the runtime reads it (Program.routers)
-    flops: Callable[..., int] | None = None  # (operand dims, result dims) -> FLOPs of a backend's kernel for the whole op
+    flops: Callable[..., int] | None = None  # (operand dims, result dims, attrs) -> FLOPs of a backend's kernel for the whole op
     decompose: Callable[..., Any] | None = None  # COMPOSITE: (attrs, *Value) -> Value or tuple
     # (node, *Value) -> the op on complex numbers as pairs: each c64 operand is given as f32 [..., 2], and so is a c64 result
     # (rlx.compiler.pairs). None: the op is a composite, or takes no complex numbers

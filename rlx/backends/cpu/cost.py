@@ -29,6 +29,6 @@ def estimated_ns(kernel: Kernel, target: Target) -> int:
             rows = max((max(v.dims, default=1) for v in s.inputs), default=1)
             multiplied = max(map(math.prod, s.results)) * rows
             if (count := OPS[s.op].flops) is not None:
-                multiplied = min(multiplied, count([v.dims for v in s.inputs], s.results) // 2)
+                multiplied = min(multiplied, count([v.dims for v in s.inputs], s.results, s.attrs) // 2)
             return round(moved + multiplied * MULTIPLY_NS)
     return round(max(moved, work_ns(kernel, target)))

@@ -266,7 +266,7 @@ def _parts_array(attrs: PartsAttrs, *operands: np.ndarray) -> tuple[np.ndarray, 
 
 QKV = ((2, 4, 5, 8),) * 3
 GROUPED = ((2, 4, 3, 8), (2, 2, 17, 8), (2, 2, 17, 8))
-def _flops(operands: Sequence[Sequence[int]], results: object) -> int:
+def _flops(operands: Sequence[Sequence[int]], results: object, attrs: object) -> int:
     """Every query-key pair counts, masked or not: q @ kᵀ and the product with v."""
     q, k, v = operands[:3]
     return 2 * math.prod(q[:3]) * k[2] * (q[3] + v[3])

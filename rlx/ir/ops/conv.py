@@ -161,9 +161,10 @@ def _conv_array(attrs: ConvAttrs, x: np.ndarray, w: np.ndarray, b: np.ndarray | 
     return made if attrs.channels_last else np.moveaxis(made, -1, 1)
 
 
-def _conv_flops(operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]) -> int:
-    """Of a kernel that reads channels last: elements of the padding count, as of a matrix product."""
-    return 2 * math.prod(results[0]) * math.prod(operands[1][:-1])
+def _conv_flops(operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]], attrs: ConvAttrs) -> int:
+    """Elements of the padding count, as of a matrix product. The weights may be packed."""
+    out = results[0][-1 if attrs.channels_last else 1]
+    return 2 * math.prod(results[0]) * (math.prod(operands[1]) // max(1, out))
 
 
 SAMPLES = (

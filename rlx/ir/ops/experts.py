@@ -381,7 +381,7 @@ def _segment_partitioned(p: Partitioning, attrs: SegmentAttrs, x: Value, w: Valu
     return [(made, result)]
 
 
-def _segment_flops(operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]) -> int:
+def _segment_flops(operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]], attrs: object) -> int:
     return 2 * math.prod(operands[0]) * results[0][-1]
 
 

@@ -136,7 +136,7 @@ def _contraction(attrs: ProductAttrs, x: Shape, packed: Shape) -> Contraction:
 
 dequant_matmul = op(
     "dequant_matmul", kind=Kind.COMPOSITE, infer=_product_shape, attrs=ProductAttrs, arity=(2, 2), product=_contraction,
-    reference=_product, decompose=_product_of, flops=lambda operands, results: 2 * math.prod(results[0]) * operands[0][-1],
+    reference=_product, decompose=_product_of, flops=lambda operands, results, attrs: 2 * math.prod(results[0]) * operands[0][-1],
     samples=tuple(
         Sample((dims, (n, f.row_bytes(dims[-1]))), {"format": f.name}, dtypes=("", "u8"), settle=random_weights(f))
         for f in FORMATS.values() for dims, n in (((1, f.block), 17), ((2, 3, f.block + 24), 5))
