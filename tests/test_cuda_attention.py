@@ -8,10 +8,15 @@ from cuda_kernels import assembled
 from test_cuda import graph, kernels, nvrtc, on_gpu
 
 import rlx
-from rlx.backends.cuda import flash
-from rlx.backends.cuda.attention import AttentionLaunch
+from rlx.backends.cuda import flash, splits
+from rlx.backends.cuda.attention import FEW_ROWS, AttentionLaunch
 from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.flash import FlashLaunch
+from rlx.backends.cuda.fragments import FragmentLaunch
+from rlx.backends.cuda.tensor import TensorLaunch
+from rlx.ir.evaluate import evaluate
+from rlx.ir.graph import Node
+from rlx.ir.kernel import Contract
 from rlx.ir.op import OPS
 from rlx.ir.ops.attention import AttentionAttrs
 
@@ -196,3 +201,77 @@ def test_results_agree_with_float64(name):
     found = np.asarray(found, np.float64)
     assert np.isfinite(found).all()
     assert np.linalg.norm(found - want) <= MOST[dtype] * np.linalg.norm(want)
+
+
+# -- heads of more elements than kernels take ----------------------------------------------------------------------
+
+LARGE = {  # q, k, elements of values; dtypes of q and of keys and values; rows of a tensor core product; the mask and others
+    "latents, one query": ((2, 6, 1, 320), (2, 1, 70, 320), 264, "f32", "bf16", 12, {"mask": "causal", "positioned": True}),
+    "latents, a prompt": ((1, 6, 9, 320), (1, 1, 70, 320), 264, "f32", "f16", 54, {"mask": "causal", "positioned": True}),
+    "one head of an image": ((1, 1, 130, 512), (1, 1, 130, 512), 512, "bf16", "bf16", 130, {}),
+    "grouped": ((2, 8, 7, 272), (2, 4, 33, 272), 272, "f32", "bf16", 28, {"mask": "sliding_window", "window": 5, "cap": 9.0}),
+    "a bias": ((1, 4, 20, 288), (1, 4, 48, 288), 40, "f16", "f16", 20, {"mask": "bias"}),
+}
+
+
+def large(name):
+    q, k, width, dtype, narrow, _, facts = LARGE[name]
+
+    def made(g: rlx.Graph):
+        keys = g.input("k", k, narrow)
+        operands = [g.input("mask", (q[1], q[2], k[2]), dtype)] if "bias" in name else []
+        operands += [g.input("start", (q[0],), "i32")] if facts.get("positioned") else []
+        return rlx.attention(g.input("q", q, dtype), keys, keys[..., :width], *operands, **facts)
+
+    return graph(made)
+
+
+def drawn(g: rlx.Graph, last: int):
+    """Operands of attention; keys behind the last query are not numbers."""
+    rng = np.random.default_rng(0)
+    given = {v.node.name: rng.standard_normal(v.dims).astype(v.dtype.numpy) for v in g.inputs if v.node.name != "start"}
+    for v in g.inputs:
+        if v.node.name == "start":
+            given["start"] = np.full(v.dims, last, np.int32)
+            given["k"][:, :, last + given["q"].shape[2] :] = np.nan
+    return given
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_heads_are_products_that_read_narrow_keys(name):
+    _, k, width, _, _, rows, _ = LARGE[name]
+    launched = [(kernel, launch_of(kernel, "sm_90a")) for kernel in kernels(large(name))]
+    products = [(kernel.body[0], at) for kernel, at in launched if isinstance(kernel.body[0], Contract)]
+    assert [c.m for c, _ in products] == [rows] * 2 and all(isinstance(at, TensorLaunch | FragmentLaunch) for _, at in products)
+    assert all(cubin(text_of(at, "kernel"), "sm_90a") for _, at in products)
+    wide = {b.size for kernel, _ in launched for b in kernel.buffers if b.dtype == rlx.f32}
+    assert wide.isdisjoint((np.prod(k), np.prod(k[:3]) * width))  # no copies of keys or values
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_products_are_the_attention_of_large_heads(name):
+    """In the reference: the products that the target asks for, and the op in float64."""
+    made = large(name)
+    given, (node,) = drawn(made, 40), [n for n in made.nodes() if n.op.name == "attention"]
+    other = rlx.Graph("other")
+    values = {v.node.name: other.input(v.node.name, v.dims, v.dtype) for v in made.inputs}
+    operands = [values[v.node.name] for v in node.inputs if v.node.op.name == "input"]
+    keys = values["k"]
+    inputs = (operands[0], keys, keys[..., : node.inputs[2].dims[3]], *operands[2:])
+    other.set_outputs([splits.large_heads(Node(node.op, inputs, node.attrs, node.shapes))])
+    close(*evaluate(other, given)[0], *evaluate(made, given)[0], 2e-2)  # it rounds sums, too
+
+
+def close(found, wanted, bound):
+    np.testing.assert_allclose(np.float64(found), np.float64(wanted), rtol=bound, atol=bound * np.abs(np.float64(wanted)).max())
+
+
+@on_gpu
+@pytest.mark.parametrize("name", LARGE)
+def test_large_heads_agree_with_float64(name):
+    made = large(name)
+    given = drawn(made, 40)
+    (_, heads, queries, _), (_, shared, *_), _, dtype, narrow, *_ = LARGE[name]
+    exact = dtype == "f32" and heads // shared * queries <= FEW_ROWS  # then each number is the sum of two narrow ones
+    bound = 1e-4 if exact else 2e-2 if narrow == "bf16" else 3e-3
+    close(*rlx.Session("cuda").compile(made).run(given), *evaluate(made, given)[0], bound)

@@ -100,7 +100,7 @@ def legalise(graph: Graph, compilation: Compilation) -> Graph:
             error = Unsupported if node.op.kind is Kind.CONTROL else CompileError
             raise error(f"graph {graph.name!r}: {where(node)} cannot be compiled for {target.name}: {why}")
         splittable = how == "native" or node.op.name not in target.natives
-        split = target.splits.get(node.op.name) if splittable else None
+        split = (target.splits if splittable else target.unclaimed).get(node.op.name)
         if split and (made := split(node)) is not None:
             return expand(node, new, made)
         return expand(node, new, seen=compilation.decompositions) if how == "decomposed" else results

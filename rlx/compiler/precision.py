@@ -90,7 +90,8 @@ def precision(graph: Graph, compilation: Compilation, notes: list[NodeReport] | 
         if compilation.is_native(node):
             note(node, "kept", f"native in f32, not in {narrow}")
             return results
-        return expand(node, new)
+        other = compilation.target.unclaimed.get(node.op.name)
+        return expand(node, new, other and other(node))
 
     return graph.rebuild(stored)
 

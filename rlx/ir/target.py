@@ -81,7 +81,7 @@ class Target:
     `rows(node)`: the rows of a contraction's operands that its kernel reads fast; others are copied into such rows, before runs
     if they are known then.
     `splits`: op name -> split(node): a node, claimed if the op can be, as smaller ops with more parallelism or
-    less traffic; or None.
+    less traffic; or None. `unclaimed`: the same for nodes of claimed ops that the target has no kernel for.
     `followed`: claimed ops whose kernel supports an epilogue (pointwise ops on its result; products: on finished rows too);
     `follows(node)`: True if the epilogue is faster for this node than a separate kernel.
     `computes(producer)`: True if a contraction is faster when it computes this operand where it reads it than when another
@@ -130,6 +130,7 @@ class Target:
     packs: Mapping[str, Callable[..., Value | None]] = field(default_factory=dict, compare=False)
     rows: Callable[[Node], Rows] = field(default=_any_rows, compare=False)
     splits: Mapping[str, Callable[[Node], Value | tuple[Value, ...] | None]] = field(default_factory=dict, compare=False)
+    unclaimed: Mapping[str, Callable[[Node], Value | None]] = field(default_factory=dict, compare=False)
     levels: bool = False
     control: bool = False
     quick: frozenset[str] = frozenset()  # narrow floats that contractions are fast in, besides those that features name

@@ -215,6 +215,7 @@ def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
             "attention": splits.attention, "conv": direct.split, "top_k": splits.top_k, "softmax": softmax,
             "log_softmax": softmax, "variance": variances.split,
         },
+        unclaimed={"attention": splits.large_heads},
     )  # fmt: skip
 
 

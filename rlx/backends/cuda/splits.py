@@ -10,6 +10,7 @@ from rlx.backends.cuda.schedule import CLUSTER, COLUMN_BYTES, MORE_REGISTERS, PA
 from rlx.backends.cuda.strips import keeps
 from rlx.ir.dtype import DType, f32, i64
 from rlx.ir.graph import Node, Value
+from rlx.ir.ops.attention import by_products
 from rlx.ir.ops.rules import axis_of
 from rlx.ir.ops.view import transposed_axes
 
@@ -103,6 +104,24 @@ def attention(node: Node) -> Value | None:
     return Node(node.op, inputs, node.attrs, shapes).results[0].astype(f32)
 
 
+def large_heads(node: Node) -> Value | None:
+    """Attention with more elements of a head than a kernel takes: products that read narrow keys and values as they are."""
+    q, k, v = node.inputs[:3]
+    narrow = q.dtype in (f32, k.dtype) and k.dtype == v.dtype and k.dtype.name in NARROW
+    return by_products(node, _of_narrow) if narrow and 0 not in (*q.dims, *k.dims, *v.dims) else None
+
+
+def _of_narrow(rows: Value, columns: Value) -> Value:
+    """The product in f32, on tensor cores. Few rows of f32 are the sums of two narrow numbers; many are rounded."""
+    dtype, count = columns.dtype, rows.shape.static[-2]
+    high = rows.astype(dtype)
+    if rows.dtype == dtype or count > FEW_ROWS:
+        return ops.matmul(high, columns).astype(f32)
+    low = (rows - high.astype(f32)).astype(dtype)
+    both = ops.matmul(ops.concat([high, low], axis=-2), columns).astype(f32)
+    return both[..., :count, :] + both[..., count:, :]
+
+
 def _rounded(value: Value, dtype: DType) -> Value:
     """The value in that dtype, rounded in front of a transposition, by the kernel that computes its operand."""
     if value.node.op.name != "transpose":
@@ -112,4 +131,4 @@ def _rounded(value: Value, dtype: DType) -> Value:
     return value.transpose(*back).astype(dtype).transpose(*axes)
 
 
-__all__ = ["attention", "softmax", "top_k"]
+__all__ = ["attention", "large_heads", "softmax", "top_k"]

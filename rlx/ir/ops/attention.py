@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -23,6 +23,7 @@ from rlx.ir.ops.view import slice_axis
 from rlx.ir.shape import Shape, broadcast_dims
 
 Mask = Literal["none", "causal", "sliding_window", "custom", "bias"]
+Product = Callable[[Value, Value], Value]
 MASKS = get_args(Mask)
 
 
@@ -125,12 +126,16 @@ def _positions_seen(attrs: AttentionAttrs, queries: int, keys: int, start: Value
     return None if start is None else less_equal(key, max(last, axis=2, keepdims=True))
 
 
-def _scored(attrs: AttentionAttrs, q: Value, k: Value, v: Value, *operands: Value) -> tuple[Value, Value]:
-    """Masked scores [batch, heads, queries, keys], and v in q's dtype, zeroed where no query attends."""
+def _scored(
+    attrs: AttentionAttrs, q: Value, k: Value, v: Value, *operands: Value, product: Product | None = None
+) -> tuple[Value, Value]:
+    """Masked scores [batch, heads, queries, keys], and v in q's dtype, zeroed where no query attends. `product`: multiplies q by
+    k as they are, in f32; v stays as it is."""
     batch, heads, queries, width = q.shape.static
     shared, keys = k.shape.static[1:3]
     mask, start = attrs.split(operands)
-    k, v = (k, v) if k.dtype == q.dtype else (k.astype(q.dtype), v.astype(q.dtype))
+    if product is None:
+        k, v, q = k.astype(q.dtype), v.astype(q.dtype), q * _scale(attrs, width)
     seen = _positions_seen(attrs, queries, keys, start)
     if start is not None:  # the unused part of a cache is undefined and may hold NaN
         used = any(seen, axis=2)
@@ -138,8 +143,8 @@ def _scored(attrs: AttentionAttrs, q: Value, k: Value, v: Value, *operands: Valu
     if attrs.mask == "custom":
         seen = mask if seen is None else logical_and(seen, mask)
     together = heads // shared * queries if shared else 0  # queries of heads that share a key head are rows of one matrix
-    rows = (q * _scale(attrs, width)).reshape((batch, shared, together, width))
-    scores = matmul(rows, k.transpose(0, 1, 3, 2)).reshape((batch, heads, queries, keys))
+    scores = (product or matmul)(q.reshape((batch, shared, together, width)), k.transpose(0, 1, 3, 2))
+    scores = (scores * _scale(attrs, width) if product else scores).reshape((batch, heads, queries, keys))
     scores = tanh(scores * (1 / attrs.cap)) * attrs.cap if attrs.cap else scores
     scores = scores + mask if attrs.mask == "bias" else scores
     return scores if seen is None else where(seen, scores, -math.inf), v
@@ -153,15 +158,23 @@ def _weights(scores: Value, axis: int = -1) -> tuple[Value, Value]:
     return e / where(equal(total, 0.0), 1.0, total), top + log(total)
 
 
-def _weighted(weights: Value, v: Value) -> Value:
+def _weighted(weights: Value, v: Value, product: Product = matmul) -> Value:
     (batch, heads, queries, keys), (_, shared, _, width) = weights.shape.static, v.shape.static
     together = heads // shared * queries if shared else 0
-    return matmul(weights.reshape((batch, shared, together, keys)), v).reshape((batch, heads, queries, width))
+    return product(weights.reshape((batch, shared, together, keys)), v).reshape((batch, heads, queries, width))
 
 
 def _attention(attrs: AttentionAttrs, q: Value, k: Value, v: Value, *operands: Value) -> Value:
     scores, v = _scored(attrs, q, k, v, *operands)
     return _weighted(_weights(scores)[0], v)
+
+
+def by_products(node: Node, product: Product) -> Value:
+    """Attention whose two contractions are `product`, of f32 or narrow rows by narrow columns, in f32."""
+    q, k, v, *operands = node.inputs
+    operands = [x.astype(f32) if x.dtype.is_float else x for x in operands]
+    scores, v = _scored(node.attrs, q, k, v, *operands, product=product)  # type: ignore[arg-type]
+    return _weighted(_weights(scores)[0], v, product).astype(q.dtype)
 
 
 def _parts_of_keys(attrs: PartsAttrs, keys: int) -> list[np.ndarray]:
