@@ -114,16 +114,18 @@ def large_heads(node: Node) -> Value | None:
 def _of_narrow(rows: Value, columns: Value) -> Value:
     """The product in f32, on tensor cores. Few rows of f32 are the sums of two narrow numbers; many are rounded."""
     dtype, count = columns.dtype, rows.shape.static[-2]
-    high = rows.astype(dtype)
     if rows.dtype == dtype or count > FEW_ROWS:
-        return ops.matmul(high, columns).astype(f32)
+        return ops.matmul(_rounded(rows, dtype), columns).astype(f32)
+    high = rows.astype(dtype)
     low = (rows - high.astype(f32)).astype(dtype)
     both = ops.matmul(ops.concat([high, low], axis=-2), columns).astype(f32)
     return both[..., :count, :] + both[..., count:, :]
 
 
 def _rounded(value: Value, dtype: DType) -> Value:
-    """The value in that dtype, rounded in front of a transposition, by the kernel that computes its operand."""
+    """The value in that dtype, rounded in front of a view, by the kernel that computes its operand."""
+    if value.node.op.name == "reshape":
+        return _rounded(value.node.inputs[0], dtype).reshape(value.dims)
     if value.node.op.name != "transpose":
         return value.astype(dtype)
     axes = transposed_axes(value.node)
