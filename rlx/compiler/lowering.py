@@ -371,7 +371,8 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     _, layout = b.places.locate(left)
     # the longest run of trailing row axes with a common stride; the others become grid axes
     apart = next(n for n in range(len(facts.a_rows) + 1) if one_stride(layout, left.shape.static, facts.a_rows[n:]))
-    apart = 0 if 0 in b.group.operands or (b.facts.target.levels and is_matrix(facts)) else apart
+    reads = b.facts.target.levels or not one_stride(layout, left.shape.static, facts.a_sum)  # operands in levels
+    apart = 0 if 0 in b.group.operands or (reads and is_matrix(facts)) else apart
     batch, rows = len(facts.a_batch), facts.a_rows[apart:]
     grid, columns_at = _Points(b), len(dims) - len(facts.b_columns)
     points = [grid.place([axis]) for axis in range(batch + apart)]
