@@ -25,8 +25,8 @@ Dims = tuple[int, ...]
 
 def within(groups: Sequence[Group], facts: Facts) -> list[Group]:
     """The groups in order, without copies that are not needed: `facts` has the new places of values, and what is left to fill."""
-    compilation, apart = facts.compilation, facts.graph.extent is not None or not facts.target.levels
-    if apart or compilation.nested or "within" in compilation.options.disable:
+    compilation = facts.compilation
+    if facts.graph.extent is not None or compilation.nested or "within" in compilation.options.disable:
         return list(groups)
     return _Within(groups, facts).run()
 
@@ -58,6 +58,7 @@ class _Within:
         """The groups that do what is left of this one."""
         (whole, *others) = group.stores
         plain = group.anchor is None and not others and not group.static and whole.node.op in (PAD, CONCAT)
+        plain = plain and (self.facts.target.levels or self.has_windows(whole))
         if not plain or whole in self.places.orders or whole in self.places.tiles or whole.shape.num_elements == 0:
             return [group]
         parts = list(_parts(group, whole, (0,) * whole.rank))
@@ -84,6 +85,11 @@ class _Within:
         if fills:
             self.facts.fills[whole] = fills
         return [*split, *([group] if fills else ())]
+
+    def has_windows(self, whole: Value) -> bool:
+        """True if a contraction reads windows of it, on a target that reads no other operands in levels."""
+        products = [node for _, node in self.readers.get(whole, ()) if node.op.kind is Kind.CONTRACT]
+        return any(self.facts.target.windows(node, self.places.locate(node.inputs[0])[1]) for node in products)
 
     def stored_apart(self, value: Value, group: Group, layout: Layout, values: set[Value]) -> bool:
         """True if `value`, a reshape of a transpose of a reshape of a product, as of phases of a transposed convolution, needs no

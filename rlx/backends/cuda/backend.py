@@ -28,6 +28,7 @@ from rlx.backends.cuda.code import (
     support,
 )
 from rlx.backends.cuda.executable import LAUNCHED, THREADS_EACH, CudaArtifact, CudaExecutable, alone, spaced
+from rlx.backends.cuda.fills import spread
 from rlx.backends.cuda.gemv import MOST_ROWS
 from rlx.backends.cuda.gpu import PORTABLE, Functions, count, gpu, refusal
 from rlx.backends.cuda.memory import CudaMemory
@@ -44,6 +45,7 @@ from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import DeviceUnavailableError, RlxError
 from rlx.ir.dtype import DTYPES
 from rlx.ir.graph import Node
+from rlx.ir.kernel import Kernel
 from rlx.ir.program import Program
 from rlx.ir.sections import sections_of
 from rlx.ir.target import Producer, Target
@@ -210,13 +212,18 @@ def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
         followed=frozenset({"attention", "conv", "dequant_matmul", "segment_matmul"}), computes=_computes,
         pairs=partial(_pairs, arch), factors=pays_to_scale,
         status_late=True, widens=frozenset(f"{a} {b}" for a in ("f16", "bf16") for b in ("f8e4m3", "f8e5m2")),
-        part_columns=PART if arch == "sm_90a" else 0, column_bytes=COLUMN_BYTES, schedule=scatter.scheduled,
+        part_columns=PART if arch == "sm_90a" else 0, column_bytes=COLUMN_BYTES, schedule=_scheduled,
         splits={
             "attention": splits.attention, "conv": direct.split, "top_k": splits.top_k, "softmax": softmax,
             "log_softmax": softmax, "variance": variances.split,
         },
         unclaimed={"attention": splits.large_heads}, windows=partial(windows.reads, arch),
     )  # fmt: skip
+
+
+def _scheduled(kernel: Kernel) -> Kernel:
+    """Target.schedule."""
+    return scatter.scheduled(spread(kernel))
 
 
 def _computes(producer: Producer) -> bool:

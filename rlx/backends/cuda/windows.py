@@ -1,8 +1,8 @@
 """Windows of an image that products read where they lie, by bulk copies (tensor.py).
 
-Positions of the image, in the order of memory, are rows of a matrix [positions, channels]. A window begins at one of them, and its
-elements are some positions behind that, as many in all windows: so the box of a stage is that of the tile's rows, shifted. Tiles
-cover the positions between windows, too, as those of the padding: sums that begin there are not stored.
+Positions of the image, in the order of memory, are rows of a matrix [positions, channels]. A window begins at one of them, and
+its elements are some positions behind that, as many in all windows: so the box of a stage is that of the tile's rows, shifted.
+Tiles cover the positions between windows, too, as those of the padding: sums that begin there are not stored.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Windows:
 
 def windows(rows: Axes, terms: Axes, offset: int) -> Windows | None:
     """None: bulk copies would not bring whole stages, or too much between the windows."""
-    rows, terms = ([(n, stride) for n, stride in axes if n > 1] for axes in (rows, terms))
+    rows, terms = _merged(rows), _merged(terms)
     if len(rows) < 2 or len(terms) < 2:
         return None
     (_, channels), (run, first) = rows[0], terms[0]
@@ -63,6 +63,17 @@ def windows(rows: Axes, terms: Axes, offset: int) -> Windows | None:
         inside = (count - 1) * apart + inside
     fits = run <= channels or run % channels == 0
     return found if fits and found.covered <= COVERED * math.prod(n for n, _ in rows) else None
+
+
+def _merged(axes: Axes) -> list[tuple[int, int]]:
+    """The axes of more than one element; those whose elements follow the ones of the axis inside them are one with it."""
+    found = list[tuple[int, int]]()
+    for count, stride in axes:
+        if found and stride == math.prod(found[-1]):
+            found[-1] = found[-1][0] * count, found[-1][1]
+        elif count > 1:
+            found.append((count, stride))
+    return found
 
 
 def of_contract(c: Contract, first: int | None) -> Windows | None:
