@@ -80,9 +80,9 @@ def only_top_p(logits: Value, share: Value) -> Value:
     return _from(threshold(chances, share, weighted=True), chances, logits)
 
 
-def only_min_p(logits: Value, share: Value) -> Value:
-    """Set logits to -inf if their probability is below `share` (f32 ()) times the greatest one."""
-    return _from(ops.max(logits, axis=-1) + ops.log(share), logits, logits)
+def only_min_p(logits: Value, share: Value, most: Value) -> Value:
+    """Set logits to -inf if their probability is below `share` (f32 ()) times that of the greatest one, `most` (f32 [batch, 1])."""
+    return ops.where(ops.less(logits - most, ops.log(share)), -math.inf, logits)
 
 
 def _from(bound: Value, measure: Value, logits: Value) -> Value:
@@ -102,7 +102,8 @@ def drawn(logits: Value, key: Value, counter: Value) -> Value:
     total, then a token of that group: the distribution is the same, and fewer random numbers are needed."""
     batch, vocab = logits.shape.static
     groups = -(-vocab // GROUP)
-    parts = ops.pad(logits, low=(0, 0), high=(0, groups * GROUP - vocab), value=-math.inf).reshape(batch, groups, GROUP)
+    whole = ops.pad(logits, low=(0, 0), high=(0, groups * GROUP - vocab), value=-math.inf) if vocab % GROUP else logits
+    parts = whole.reshape(batch, groups, GROUP)
     top = ops.maximum(ops.max(parts, axis=-1, keepdims=True), LEAST)  # finite even if all tokens are dropped
     sums = ops.log(ops.sum(ops.exp(parts - top), axis=-1)) + top.reshape(batch, groups)
     group = greatest(sums + gumbel(key, counter * 2, dims=(batch, groups))).reshape(batch, 1)
@@ -118,12 +119,16 @@ def choose(g: Graph, logits: Value, steps: tuple[str, ...]) -> Value:
     `g`: the parameter of each, f32 () (see `settings`), "random.key" u32 [2], "random.counter" u32 (), and "seen" bool
     [batch, vocab], to which the chosen tokens are added."""
     value = {name: g.handle(BufferHandle(f"sampling.{name}", (), "f32")) for name in steps}
-    apply = {"top_k": only_top_k, "top_p": only_top_p, "min_p": only_min_p, "temperature": lambda x, t: x / t}
-    seen = None
+    apply = {"top_k": only_top_k, "top_p": only_top_p, "temperature": lambda x, t: x / t}
+    seen, most = None, logits
     for name in steps:
+        if name == "top_p" or (name == "min_p" and "top_p" not in steps):
+            most = ops.max(logits, axis=-1, keepdims=True)  # top-p keeps it, and its softmax has it, too
         if name == "repetition_penalty":
             seen = g.handle(BufferHandle("seen", logits.shape.static, "bool"))
             logits = penalised(logits, seen, value[name])
+        elif name == "min_p":
+            logits = only_min_p(logits, value[name], most)
         else:
             logits = apply[name](logits, value[name])
     if "temperature" in steps:
