@@ -5,7 +5,8 @@
    they are listed, and the block that comes last does the other digits of these. Sums are of integers, so that no order matters: values are
    rounded to 2^-BITS of the power of two below `want`, and greater ones count as that. */
 template <int T, int N, int PARTS, int PART, int BITS, class W> struct rlx_threshold {
-  static constexpr int DIGIT = BITS ? 11 : 12, BINS = 1 << DIGIT, EACH = BINS / T, FEW = 4096, HEAD = 4, TURN = BITS ? 2 * BINS : BINS;
+  static constexpr int DIGIT = BITS ? 11 : 12, BINS = 1 << DIGIT, EACH = BINS / T, FEW = 4096, FEWER = BITS ? 64 : 128, HEAD = 4, TURN = BITS ? 2 * BINS : BINS;
+  static_assert(FEWER <= T && T <= FEW && BINS % T == 0, "a thread has an element of a few, and bins");
   unsigned* words; /* of the line, zero before and after: blocks that met, that have left, elements listed; bins of each digit */
   unsigned* memory; /* for the list of the line */
   int part;
@@ -130,9 +131,24 @@ template <int T, int N, int PARTS, int PART, int BITS, class W> struct rlx_thres
     for (int n = me; n < found; n += T) memory[before + n] = list[n];
     if (!last()) return false;
     __threadfence();
+    list[me] = __ldcg(memory + me); /* as likely as not one of them: it does not wait for their number */
     found = (int)__ldcg(words + 2);
-    for (int n = me; n < found; n += T) list[n] = __ldcg(memory + n);
+    for (int n = T + me; n < found; n += T) list[n] = __ldcg(memory + n);
     return true;
+  }
+  /* The threshold among a few elements: a thread has each, and adds up those that are no less. */
+  __device__ unsigned pick(const unsigned* list, int found) const {
+    __shared__ unsigned best;
+    const int me = threadIdx.x;
+    if (me == 0) best = 0;
+    __syncthreads();
+    if (me < found) {
+      W sum = 0;
+      for (int n = 0; n < found; n++) sum += list[n] >= list[me] ? weight(list[n]) : 0;
+      if (sum >= goal) atomicMax(&best, list[me]);
+    }
+    __syncthreads();
+    return BITS ? best | 0x80000000u : best;
   }
   /* Whether this block has the threshold, as a key of which order is that of floats; 0: the line falls short. */
   template <int U, int S, class F> __device__ bool run(unsigned& key, F values) {
@@ -176,6 +192,10 @@ template <int T, int N, int PARTS, int PART, int BITS, class W> struct rlx_thres
         found = count;
         if (PARTS > 1 && !join(list, found)) return false;
         listed = left = true;
+        if (found <= FEWER) {
+          key = pick(list, found);
+          break;
+        }
       }
       above = shift, shift = max(shift - DIGIT, 0);
     }
