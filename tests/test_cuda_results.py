@@ -401,7 +401,8 @@ def test_thresholds_are_those_of_the_reference(n, weighted):
     rng = np.random.default_rng(n)
     x = rng.standard_normal(n).astype(np.float32) * 3
     soft = np.exp(x - x.max())
-    rows = [x, soft, np.where(np.arange(n) % 7, 0, soft), np.full(n, 0.25), 1 + rng.random(n) * 1e-3, np.sort(x), -1 - rng.random(n)]
+    near, below = 1 + rng.random(n) * 1e-3, -1 - rng.random(n)
+    rows = [x, soft, np.where(np.arange(n) % 7, 0, soft), np.full(n, 0.25), near, np.sort(x), below]
     odd, tiny = x.copy(), np.where(np.arange(n) % 3, 0.0, -0.0)
     odd[::5], odd[1::5], odd[2::5], odd[7], tiny[5] = np.nan, -np.inf, -0.0, np.inf, 1e-40
     given = np.stack([*rows, odd, tiny, np.full(n, 3e38), np.full(n, np.nan), np.full(n, -np.inf)]).astype(np.float32)

@@ -49,13 +49,14 @@ class Sampling:
     @property
     def steps(self) -> tuple[str, ...]:
         """The fields that have an effect. top_k, top_p and min_p have none if the likeliest token is taken anyway."""
-        draws = ("temperature", "top_k", "top_p", "min_p") if self.temperature else ()
+        draws = ("temperature", *DROPPING) if self.temperature else ()
         off = {f.name: f.default for f in fields(self)}
         return tuple(n for n in ("repetition_penalty", *draws) if getattr(self, n) != off[n])
 
 
 GROUP = 128  # tokens in a group of the two-level draw
 LEAST = -3e38  # below any logit that is not dropped
+DROPPING = ("top_k", "top_p", "min_p")  # steps that drop tokens
 LIMITS = {
     "temperature": (0.0, 1e4), "top_k": (0, 1 << 24), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-4, 1e4),
 }  # fmt: skip
@@ -70,14 +71,14 @@ def penalised(logits: Value, seen: Value, penalty: Value) -> Value:
 
 
 def only_top_k(logits: Value, count: Value, whole: bool = False) -> Value:
-    """Set all but the `count` (f32 ()) greatest to -inf; ties with the last of them stay. `whole`: rows are not taken in groups."""
+    """Set all but the `count` (f32 ()) greatest to -inf; ties with the last of them stay. `whole`: the result has no groups."""
     kept = logits if whole else _in_groups(logits)
     return _from(threshold(logits, count), kept, kept)
 
 
 def only_top_p(kept: Value, share: Value, logits: Value) -> Value:
-    """Set `logits` to -inf except the smallest set of greatest ones whose probabilities sum to at least `share` (f32 ()). Those that
-    earlier steps dropped are -inf in `kept`: their probability is 0, so that nothing else needs to know them."""
+    """Set `logits` to -inf except the smallest set of greatest ones whose probabilities sum to at least `share` (f32 ()). Those
+    that earlier steps dropped are -inf in `kept`: their probability is 0, so that nothing else needs to know them."""
     chances = ops.softmax(kept, axis=-1)
     least, chances = threshold(chances, share, weighted=True), _in_groups(chances)
     dropped = ops.less(chances, _for_each(least, chances)) | ops.equal(chances, 0.0)
@@ -101,7 +102,7 @@ def _for_each(row: Value, elements: Value) -> Value:
 
 
 def _in_groups(logits: Value) -> Value:
-    """[batch, groups, GROUP], as they are drawn from, if a row has whole groups: one kernel drops tokens and adds up groups then."""
+    """[batch, groups, GROUP] if a row has whole groups: one kernel drops tokens and adds up the groups to draw from then."""
     batch, *dims = logits.shape.static
     return logits if len(dims) > 1 or dims[0] % GROUP else logits.reshape(batch, dims[0] // GROUP, GROUP)
 
@@ -114,8 +115,8 @@ def greatest(scores: Value) -> Value:
 
 
 def drawn(logits: Value, key: Value, counter: Value, vocab: int) -> Value:
-    """i32 [batch]: a draw from the softmax of each row, or the row length `vocab` if it has a NaN. Draws a group of GROUP tokens by
-    its total, then a token of that group: the distribution is the same, and fewer random numbers are needed."""
+    """i32 [batch]: a draw from the softmax of each row, or the row length `vocab` if it has a NaN. Draws a group of GROUP tokens
+    by its total, then a token of that group: the distribution is the same, and fewer random numbers are needed."""
     batch, groups = logits.shape.static[0], -(-vocab // GROUP)
     if vocab % GROUP:
         logits = ops.pad(logits, low=(0, 0), high=(0, groups * GROUP - vocab), value=-math.inf)
@@ -134,21 +135,19 @@ def choose(g: Graph, logits: Value, steps: tuple[str, ...]) -> Value:
     `g`: the parameter of each, f32 () (see `settings`), "random.key" u32 [2], "random.counter" u32 (), and "seen" bool
     [batch, vocab], to which the chosen tokens are added."""
     value = {name: g.handle(BufferHandle(f"sampling.{name}", (), "f32")) for name in steps}
-    (batch, vocab), seen, most, whole = logits.shape.static, None, logits, "top_p" in steps
+    (batch, vocab), most, given = logits.shape.static, logits, logits
+    seen: Any = g.handle(BufferHandle("seen", (batch, vocab), "bool")) if "repetition_penalty" in steps else None
+    drops, whole = [name for name in steps if name in DROPPING], "top_p" in steps
     apply = {
-        "top_k": lambda x, count: only_top_k(x, count, whole), "top_p": lambda x, share: only_top_p(x, share, given),
-        "temperature": lambda x, t: x / t, "min_p": lambda x, share: only_min_p(x, share, most),
+        "repetition_penalty": lambda x, p: penalised(x, seen, p), "temperature": lambda x, t: x / t,
+        "top_k": lambda x, k: only_top_k(x, k, whole), "top_p": lambda x, p: only_top_p(x, p, given),
+        "min_p": lambda x, p: only_min_p(x, p, most),
     }  # fmt: skip
-    given = logits  # before tokens are dropped
     for name in steps:
-        if name == "top_p" or (name in ("top_k", "min_p") and not whole and most.rank > 1):
-            most = ops.max(logits, axis=-1)  # which no step drops; the softmax of top-p has it, too
-        if name == "repetition_penalty":
-            seen = g.handle(BufferHandle("seen", logits.shape.static, "bool"))
-            logits = penalised(logits, seen, value[name])
-        else:
-            logits = apply[name](logits, value[name])
-        given = given if name == "top_k" else logits
+        if name in ("top_p", *drops[: not whole]):
+            most = ops.max(logits, axis=-1)  # no step drops it, and the softmax of top-p has it, too
+        given = logits if name in drops[:1] else given
+        logits = apply[name](logits, value[name])
     if "temperature" in steps:
         key = g.handle(BufferHandle("random.key", (2,), "u32"))
         counter = g.handle(BufferHandle("random.counter", (), "u32"))

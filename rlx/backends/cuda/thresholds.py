@@ -1,5 +1,5 @@
-"""Thresholds of long rows, as of top-k and top-p sampling: blocks share a row, and find the digits of the threshold's key by counts,
-or sums, of all elements that have a digit."""
+"""Thresholds of long rows, as of top-k and top-p sampling: blocks share a row, and find the digits of the threshold's key by
+counts, or sums, of all elements that have a digit."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def threshold_of(kernel: Kernel) -> Threshold | None:
     if kernel.origin != ("threshold",) or not all(x.var in grid for x in kernel.limits):
         return None
     match kernel.body:
-        case (Loop(body=(Store() as fill,)) as row, Let() as want, Loop(body=(_, Loop(reduces=(sum,))), carries=(found, _)), *last):
-            _, weight, _ = sum.value.args  # type: ignore[union-attr]
+        case (Loop(body=(Store() as fill,)) as row, Let() as want, Loop(body=(_, Loop(reduces=(r,))), carries=(found, _)), *last):
+            _, weight, _ = r.value.args  # type: ignore[union-attr]
             return Threshold(row.var, row.extent, fill.value, want, found.var, not isinstance(weight, Const), tuple(last))
     return None
 
