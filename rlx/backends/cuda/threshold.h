@@ -5,7 +5,8 @@
    they are listed, and the block that comes last does the other digits of these. Sums are of integers, so that no order matters: values are
    rounded to 2^-BITS of the power of two below `want`, and greater ones count as that. */
 template <int T, int N, int PARTS, int PART, int BITS, class W> struct rlx_threshold {
-  static constexpr int DIGIT = BITS ? 11 : 12, BINS = 1 << DIGIT, EACH = BINS / T, FEW = 4096, FEWER = BITS ? 64 : 128, HEAD = 4, TURN = BITS ? 2 * BINS : BINS;
+  static constexpr int DIGIT = BITS ? 11 : 12, BINS = 1 << DIGIT, EACH = BINS / T, FEW = 4096, FEWER = BITS ? 64 : 128;
+  static constexpr int HEAD = 4, TURN = BITS ? 2 * BINS : BINS; /* words: in front of the bins, and of those of a digit */
   static_assert(FEWER <= T && T <= FEW && BINS % T == 0, "a thread has an element of a few, and bins");
   unsigned* words; /* of the line, zero before and after: blocks that met, that have left, elements listed; bins of each digit */
   unsigned* memory; /* for the list of the line */
