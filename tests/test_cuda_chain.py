@@ -99,6 +99,32 @@ def test_all_layers_of_a_token_and_the_vocabulary_are_one_launch(config):
     assert len(stages) == 4 * 5 + 1 and sum(isinstance(s, Attention) for s in stages) == 4
 
 
+def sampling(config, *steps: str):
+    return build(config_of(config), 1, 1, 300, "bf16", cache="bf16", steps=steps)
+
+
+def test_so_they_are_where_tokens_are_drawn():
+    """The last product divides by a temperature, which the host may change from token to token."""
+    steps = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+    program = lower(sampling(SMALL | FAMILIES["qwen3"], *steps), HOPPER, rlx.CompileOptions())
+    (found,) = chains(program)
+    assert len(found.stages) == 4 * 5 + 1
+    (report,) = reports(prologue(False) + written(found, program, BLOCKS).text, "sm_90a").values()
+    assert report.spilled == report.stack == 0
+
+
+def test_a_column_that_waits_for_another_one_of_the_chain_is_in_none(monkeypatch):
+    linear = _Network.linear
+
+    def scaled(self, name, x, *rest, **more):
+        return linear(self, name, x, *rest, **more) * (x[:, 5:6].astype("f32") if "down_proj" in name else 1.0)
+
+    monkeypatch.setattr(_Network, "linear", scaled)
+    program = lower(sampling(SMALL | FAMILIES["llama"]), HOPPER, rlx.CompileOptions())
+    assert not chains(program)
+    assert any("an epilogue reads other columns than its own" in x for x in CudaBackend().compile(program).texts().values())
+
+
 @pytest.mark.parametrize(
     ("config", "why"),
     [
@@ -472,6 +498,28 @@ def test_logits_are_as_close_to_those_in_f32_as_by_launches(name, form, keys, st
     off, other = (np.linalg.norm(x - want, axis=1) / np.linalg.norm(want, axis=1) for x in (found, launches))
     assert not np.array_equal(found, launches), "the chain rounds otherwise"
     assert off.mean() < 0.02 and off.mean() < 1.25 * other.mean() and off.max() < 1.5 * other.max(), (off, other)
+
+
+@on_gpu
+def test_tokens_are_drawn_by_the_temperature_of_the_run():
+    """By a chain, whose last product reads it: the likeliest token where one is kept, and others where it is high."""
+    config = SMALL | FAMILIES["qwen3"]
+    params, _ = weights_of(config, "bf16")
+
+    def tokens(steps: tuple[str, ...], **numbers: float) -> list[int]:
+        graph = sampling(config, *steps)
+        compiled = rlx.Session("cuda").compile(graph)
+        compiled.set_params({str(p.name): params[str(p.name)].astype(p.dtype.numpy) for p in graph.params})
+        for h in graph.handles:
+            name, dims = str(h.name), h.shape.static
+            compiled.bind_handle(name, np.full(dims, numbers.get(name.removeprefix("sampling."), 0), h.dtype.numpy))
+        return [int(compiled.run({})[0][0]) for _ in range(40)]
+
+    best, drawn = tokens(()), ("temperature", "top_k", "top_p", "min_p")
+    assert tokens(drawn, temperature=0.5, top_k=1, top_p=0.9, min_p=0.1) == best
+    assert tokens(("temperature",), temperature=1e-7) == best
+    high = tokens(("temperature",), temperature=1e4)
+    assert len(set(high)) > 30, "nearly all are alike"
 
 
 def _renamed(name: str):

@@ -393,6 +393,40 @@ def test_long_rows_have_the_first_elements_of_a_sort(dims, dtype, kept):
         np.testing.assert_array_equal(found, wanted)
 
 
+@on_gpu
+@pytest.mark.parametrize("n", [2048, 5001, 20_000, 50_257, 151_936])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_thresholds_are_those_of_the_reference(n, weighted):
+    """Also of rows most of which is in one bin of the first digits, or in none, and of one row that many blocks share."""
+    rng = np.random.default_rng(n)
+    x = rng.standard_normal(n).astype(np.float32) * 3
+    soft = np.exp(x - x.max())
+    near, below = 1 + rng.random(n) * 1e-3, -1 - rng.random(n)
+    rows = [x, soft, np.where(np.arange(n) % 7, 0, soft), np.full(n, 0.25), near, np.sort(x), below]
+    odd, tiny = x.copy(), np.where(np.arange(n) % 3, 0.0, -0.0)
+    odd[::5], odd[1::5], odd[2::5], odd[7], tiny[5] = np.nan, -np.inf, -0.0, np.inf, 1e-40
+    given = np.stack([*rows, odd, tiny, np.full(n, 3e38), np.full(n, np.nan), np.full(n, -np.inf)]).astype(np.float32)
+    g = rlx.Graph("thresholds")
+    amount = g.input("amount", (), "f32")
+    g.set_outputs([rlx.threshold(g.input(f"x{len(d)}", d, "f32"), amount, weighted=weighted) for d in (given.shape, (n,))])
+    compiled = rlx.Session("cuda").compile(g)
+    counts = (1, 50, 2.5, 5000, n / 2, n * 0.61, n - 1, n, n + 1, 0, -3, np.nan, np.inf)
+    sums = (1e-30, 0.1, 0.25, 0.9, 12.5, 1000.3, n * 0.25, 1e38, 0, -3, np.nan, np.inf)
+    for some in map(np.float32, sums if weighted else counts):
+        feed = {"x2": given, "x1": given[1], "amount": some}
+        found, alone = compiled.run(feed)
+        want, _ = evaluate(g, feed)[0]
+        if weighted:  # where a sum is beside the amount, rounding decides
+            parts, wide = np.maximum(given, 0), given.astype(np.float64)
+            sums_of = [np.nansum(np.where(above(wide, np.asarray(found)[:, None]), parts, 0), axis=-1, dtype=np.float64)
+                       for above in (np.greater_equal, np.greater)]  # fmt: skip
+            near = (sums_of[0] >= some * (1 - 1e-6)) & (sums_of[1] < max(some, 2.0**-126) * (1 + 1e-6))
+            assert ((found == want) | near).all(), (some, found, want)
+        else:
+            np.testing.assert_array_equal(found, want)
+        np.testing.assert_array_equal(found[1], alone)
+
+
 def sampled(groups, starts):
     """Where the groups of the first sample begin, as in select.h."""
     n, low = np.arange(groups, dtype=np.uint64), np.uint64(0xFFFFFFFF)

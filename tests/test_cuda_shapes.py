@@ -19,6 +19,7 @@ from rlx.backends.cuda.schedule import Launch
 from rlx.backends.cuda.select import SelectLaunch
 from rlx.backends.cuda.sorts import DigitLaunch, SortLaunch
 from rlx.backends.cuda.tensor import TensorLaunch
+from rlx.backends.cuda.thresholds import FEW, ThresholdLaunch
 from rlx.backends.cuda.warps import WarpLaunch
 from rlx.compiler import lower
 from rlx.compiler.compilation import Compilation
@@ -371,6 +372,35 @@ def test_a_few_of_a_long_row_are_selected(name):
     assert found.scratch * found.parts >= (found.room * (16 if dtype == "f64" else 8) if found.parts > 1 else 0)
     if name != "a very long one":
         assert cubin(text_of(found, "kernel"), "sm_80" if name == "short" else "sm_90a")
+
+
+def threshold_of(dims, weighted: bool):
+    return one(lambda g: rlx.threshold(g.input("x", dims, "f32"), g.input("amount", (), "f32"), weighted=weighted))
+
+
+THRESHOLDS = {  # of each: blocks of a row, elements of a vector, vectors of a thread at once
+    "vocabulary": ((1, 151_936), 38, 4, 2), "some rows": ((32, 151_936), 8, 4, 4), "odd rows": ((8, 50_257), 13, 1, 8),
+    "many rows": ((2, 300, 5001), 1, 1, 10), "a very long row": ((1, 1 << 22), 132, 4, 4), "a short row": ((2048,), 1, 4, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_blocks_share_the_threshold_of_a_long_row(name, weighted):
+    dims, *expected = THRESHOLDS[name]
+    found = launch_of(threshold_of(dims, weighted), "sm_90a")
+    assert isinstance(found, ThresholdLaunch) and [found.parts, found.size, found.rounds] == expected
+    assert found.part * (found.parts - 1) < dims[-1] <= found.part * found.parts and found.part % found.size == 0
+    assert found.counters == (int(np.prod(dims[:-1])) * found.words if found.parts > 1 else 0) and found.words % 4 == 0
+    assert found.scratch * found.parts >= 4 * FEW * (found.parts > 1)
+    for arch in ("sm_80", "sm_90a"):
+        (report,) = reports(text_of(found, "kernel"), arch).values()
+        assert report.spilled == report.stack == 0 and report.shared <= 48 << 10
+
+
+@pytest.mark.parametrize("dims", [(64, 2047), (1, (1 << 22) + 1), (3, 0)])
+def test_other_rows_look_for_a_threshold_bit_by_bit(dims):
+    assert type(launch_of(threshold_of(dims, False), "sm_90a")) is Launch
 
 
 @pytest.mark.parametrize("dims, dtype, kept", [((100, 64), "f32", 8), ((9, 4096), "f32", 1024), ((9, 4096), "bf16", 600)])

@@ -116,14 +116,14 @@ def test_what_cannot_be_reached_cuts_nothing_off():
 
 # -- choosing ------------------------------------------------------------------------------------------------------
 
-VOCAB = 211
+VOCAB, WHOLE = 211, 256  # tokens: of the latter, groups of 128 are whole
 SETTINGS = [
     {}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 7}, {"temperature": 0.9, "top_p": 0.8},
     {"temperature": 1.0, "min_p": 0.05},
     {"temperature": 1.5, "repetition_penalty": 1.7}, {"repetition_penalty": 1.4},
     {"temperature": 1.2, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2},
     {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 0.0}, {"temperature": 1.0, "min_p": 1.0},
-    {"temperature": 2.0, "top_k": 500, "top_p": 0.999},
+    {"temperature": 2.0, "top_k": 500, "top_p": 0.999}, {"temperature": 1.1, "top_k": 20, "min_p": 0.05},
 ]  # fmt: skip
 
 
@@ -145,17 +145,18 @@ def chances(logits: np.ndarray, seen: list[int], how: Sampling) -> np.ndarray:
     return torch.softmax(scores[0].double(), -1).numpy()
 
 
+@pytest.mark.parametrize("vocab", [VOCAB, WHOLE])
 @pytest.mark.parametrize("given", SETTINGS, ids=str)
-def test_tokens_come_as_often_as_transformers_says(given):
+def test_tokens_come_as_often_as_transformers_says(given, vocab):
     """4096 rows of one graph draw at once; none draws what has no chance."""
     from scipy import stats
 
     how, rows = Sampling(**given), 4096
-    logits = (np.random.default_rng(3).normal(size=VOCAB) * 2).astype(np.float32)
+    logits = (np.random.default_rng(3).normal(size=vocab) * 2).astype(np.float32)
     seen = [int(i) for i in np.argsort(logits)[[-1, -2, -5, 3, 100]]]
-    sampler = Sampler(how, VOCAB, batch=rows, seed=17)
+    sampler = Sampler(how, vocab, batch=rows, seed=17)
     sampler.start(seen)
-    counts = np.bincount(sampler(np.tile(logits, (rows, 1))), minlength=VOCAB)
+    counts = np.bincount(sampler(np.tile(logits, (rows, 1))), minlength=vocab)
     want = chances(logits, seen, how)
     assert not counts[want == 0].any()
     often = want * rows >= 5
@@ -165,15 +166,16 @@ def test_tokens_come_as_often_as_transformers_says(given):
     assert observed[keep].sum() == rows
 
 
-def test_what_is_cut_off_is_what_transformers_cuts_off():
+@pytest.mark.parametrize("vocab", [VOCAB, WHOLE])
+def test_what_is_cut_off_is_what_transformers_cuts_off(vocab):
     """Supports are equal for many logits, also with equal ones among them."""
     rng = np.random.default_rng(5)
     for i in range(20):
-        logits = (np.round(rng.normal(size=VOCAB) * 3, 1 if i % 2 else 6)).astype(np.float32)
+        logits = (np.round(rng.normal(size=vocab) * 3, 1 if i % 2 else 6)).astype(np.float32)
         how = Sampling(temperature=0.5 + rng.random(), top_k=int(rng.integers(5, 60)), min_p=float(rng.random() * 0.1))
         want = chances(logits, [0], how) > 0
-        sampler = Sampler(how, VOCAB, batch=512, seed=i)
-        drawn = np.zeros(VOCAB, bool)
+        sampler = Sampler(how, vocab, batch=512, seed=i)
+        drawn = np.zeros(vocab, bool)
         for _ in range(4):
             drawn[sampler(np.tile(logits, (512, 1)))] = True
         assert not (drawn & ~want).any(), how
@@ -201,12 +203,13 @@ def test_chosen_tokens_count_as_seen():
     assert found.T.tolist() == [list(range(8, -1, -1)), list(range(9))]
 
 
-def test_nan_is_an_error():
-    logits = np.zeros((1, VOCAB), np.float32)
+@pytest.mark.parametrize("vocab", [VOCAB, WHOLE])
+def test_nan_is_an_error(vocab):
+    logits = np.zeros((1, vocab), np.float32)
     logits[0, 5] = np.nan
-    for how in (Sampling(), Sampling(temperature=1.0, top_k=5, top_p=0.5)):
+    for how in (Sampling(), Sampling(temperature=1.0, top_k=5, top_p=0.5), Sampling(temperature=1.0, top_k=5, min_p=0.5)):
         with pytest.raises(NumericsError, match="NaN"):
-            Sampler(how, VOCAB)(logits)
+            Sampler(how, vocab)(logits)
 
 
 @pytest.mark.parametrize(

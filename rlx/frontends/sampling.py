@@ -49,13 +49,14 @@ class Sampling:
     @property
     def steps(self) -> tuple[str, ...]:
         """The fields that have an effect. top_k, top_p and min_p have none if the likeliest token is taken anyway."""
-        draws = ("temperature", "top_k", "top_p", "min_p") if self.temperature else ()
+        draws = ("temperature", *DROPPING) if self.temperature else ()
         off = {f.name: f.default for f in fields(self)}
         return tuple(n for n in ("repetition_penalty", *draws) if getattr(self, n) != off[n])
 
 
 GROUP = 128  # tokens in a group of the two-level draw
 LEAST = -3e38  # below any logit that is not dropped
+DROPPING = ("top_k", "top_p", "min_p")  # steps that drop tokens
 LIMITS = {
     "temperature": (0.0, 1e4), "top_k": (0, 1 << 24), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-4, 1e4),
 }  # fmt: skip
@@ -69,25 +70,41 @@ def penalised(logits: Value, seen: Value, penalty: Value) -> Value:
     return ops.where(seen, ops.where(logits < 0.0, logits * penalty, logits / penalty), logits)
 
 
-def only_top_k(logits: Value, count: Value) -> Value:
-    """Set all but the `count` (f32 ()) greatest to -inf; ties with the last of them stay."""
-    return _from(threshold(logits, count), logits, logits)
+def only_top_k(logits: Value, count: Value, whole: bool = False) -> Value:
+    """Set all but the `count` (f32 ()) greatest to -inf; ties with the last of them stay. `whole`: the result has no groups."""
+    kept = logits if whole else _in_groups(logits)
+    return _from(threshold(logits, count), kept, kept)
 
 
-def only_top_p(logits: Value, share: Value) -> Value:
-    """Set all to -inf except the smallest set of greatest logits whose probabilities sum to at least `share` (f32 ())."""
-    chances = ops.softmax(logits, axis=-1)
-    return _from(threshold(chances, share, weighted=True), chances, logits)
+def only_top_p(kept: Value, share: Value, logits: Value) -> Value:
+    """Set `logits` to -inf except the smallest set of greatest ones whose probabilities sum to at least `share` (f32 ()). Those
+    that earlier steps dropped are -inf in `kept`: their probability is 0, so that nothing else needs to know them."""
+    chances = ops.softmax(kept, axis=-1)
+    least, chances = threshold(chances, share, weighted=True), _in_groups(chances)
+    dropped = ops.less(chances, _for_each(least, chances)) | ops.equal(chances, 0.0)
+    return ops.where(dropped, -math.inf, _in_groups(logits))
 
 
-def only_min_p(logits: Value, share: Value) -> Value:
-    """Set logits to -inf if their probability is below `share` (f32 ()) times the greatest one."""
-    return _from(ops.max(logits, axis=-1) + ops.log(share), logits, logits)
+def only_min_p(logits: Value, share: Value, most: Value) -> Value:
+    """Set logits to -inf if their probability is below `share` (f32 ()) times that of the greatest one, `most` (f32 [batch])."""
+    logits = _in_groups(logits)
+    return ops.where(ops.less(logits - _for_each(most, logits), ops.log(share)), -math.inf, logits)
 
 
 def _from(bound: Value, measure: Value, logits: Value) -> Value:
     """Set logits to -inf where `measure` is below the bound of its row. NaN stays, so that it is detected."""
-    return ops.where(ops.less(measure, bound.reshape(*bound.dims, 1)), -math.inf, logits)
+    return ops.where(ops.less(measure, _for_each(bound, measure)), -math.inf, logits)
+
+
+def _for_each(row: Value, elements: Value) -> Value:
+    """A number of each row, beside the elements of the rows."""
+    return row.reshape(*row.dims, *[1] * (elements.rank - row.rank))
+
+
+def _in_groups(logits: Value) -> Value:
+    """[batch, groups, GROUP] if a row has whole groups: one kernel drops tokens and adds up the groups to draw from then."""
+    batch, *dims = logits.shape.static
+    return logits if len(dims) > 1 or dims[0] % GROUP else logits.reshape(batch, dims[0] // GROUP, GROUP)
 
 
 def greatest(scores: Value) -> Value:
@@ -97,20 +114,20 @@ def greatest(scores: Value) -> Value:
     return ops.min(places, axis=-1)
 
 
-def drawn(logits: Value, key: Value, counter: Value) -> Value:
-    """i32 [batch]: a draw from the softmax of each row, or the row length if it has a NaN. Draws a group of GROUP tokens by its
-    total, then a token of that group: the distribution is the same, and fewer random numbers are needed."""
-    batch, vocab = logits.shape.static
-    groups = -(-vocab // GROUP)
-    parts = ops.pad(logits, low=(0, 0), high=(0, groups * GROUP - vocab), value=-math.inf).reshape(batch, groups, GROUP)
+def drawn(logits: Value, key: Value, counter: Value, vocab: int) -> Value:
+    """i32 [batch]: a draw from the softmax of each row, or the row length `vocab` if it has a NaN. Draws a group of GROUP tokens
+    by its total, then a token of that group: the distribution is the same, and fewer random numbers are needed."""
+    batch, groups = logits.shape.static[0], -(-vocab // GROUP)
+    if vocab % GROUP:
+        logits = ops.pad(logits, low=(0, 0), high=(0, groups * GROUP - vocab), value=-math.inf)
+    parts = logits.reshape(batch, groups, GROUP)
     top = ops.maximum(ops.max(parts, axis=-1, keepdims=True), LEAST)  # finite even if all tokens are dropped
     sums = ops.log(ops.sum(ops.exp(parts - top), axis=-1)) + top.reshape(batch, groups)
-    group = greatest(sums + gumbel(key, counter * 2, dims=(batch, groups))).reshape(batch, 1)
-    at = group * GROUP + ops.iota((GROUP,), dtype=DTYPES["i32"])
-    flat = ops.iota((batch, 1), axis=0, dtype=DTYPES["i32"]) * vocab + ops.minimum(at, vocab - 1)
-    row = ops.where(ops.less(at, vocab), ops.gather(logits.reshape(batch * vocab), flat), -math.inf)
-    place = greatest(row + gumbel(key, counter * 2 + 1, dims=(batch, GROUP))).reshape(batch, 1)
-    return ops.minimum(group * GROUP + place, vocab).reshape(batch)  # with a NaN, group * GROUP is past the last token
+    group = greatest(sums + gumbel(key, counter * 2, dims=(batch, groups)))
+    at = ops.iota((batch,), dtype=DTYPES["i32"]) * groups + ops.minimum(group, groups - 1)
+    row = ops.gather(parts.reshape(batch * groups, GROUP), at, axis=0)
+    place = greatest(row + gumbel(key, counter * 2 + 1, dims=(batch, GROUP)))
+    return ops.minimum(group * GROUP + place, vocab)  # with a NaN, group * GROUP is past the last token
 
 
 def choose(g: Graph, logits: Value, steps: tuple[str, ...]) -> Value:
@@ -118,23 +135,27 @@ def choose(g: Graph, logits: Value, steps: tuple[str, ...]) -> Value:
     `g`: the parameter of each, f32 () (see `settings`), "random.key" u32 [2], "random.counter" u32 (), and "seen" bool
     [batch, vocab], to which the chosen tokens are added."""
     value = {name: g.handle(BufferHandle(f"sampling.{name}", (), "f32")) for name in steps}
-    apply = {"top_k": only_top_k, "top_p": only_top_p, "min_p": only_min_p, "temperature": lambda x, t: x / t}
-    seen = None
+    (batch, vocab), most, given = logits.shape.static, logits, logits
+    seen: Any = g.handle(BufferHandle("seen", (batch, vocab), "bool")) if "repetition_penalty" in steps else None
+    drops, whole = [name for name in steps if name in DROPPING], "top_p" in steps
+    apply = {
+        "repetition_penalty": lambda x, p: penalised(x, seen, p), "temperature": lambda x, t: x / t,
+        "top_k": lambda x, k: only_top_k(x, k, whole), "top_p": lambda x, p: only_top_p(x, p, given),
+        "min_p": lambda x, p: only_min_p(x, p, most),
+    }  # fmt: skip
     for name in steps:
-        if name == "repetition_penalty":
-            seen = g.handle(BufferHandle("seen", logits.shape.static, "bool"))
-            logits = penalised(logits, seen, value[name])
-        else:
-            logits = apply[name](logits, value[name])
+        if name in ("top_p", *drops[: not whole]):
+            most = ops.max(logits, axis=-1)  # no step drops it, and the softmax of top-p has it, too
+        given = logits if name in drops[:1] else given
+        logits = apply[name](logits, value[name])
     if "temperature" in steps:
         key = g.handle(BufferHandle("random.key", (2,), "u32"))
         counter = g.handle(BufferHandle("random.counter", (), "u32"))
-        token = drawn(logits, key, counter)
+        token = drawn(logits, key, counter, vocab)
         g.assign(counter, counter + 1)
     else:
         token = greatest(logits)
     if seen is not None:
-        batch, vocab = logits.shape.static
         g.assign(seen, seen | ops.equal(ops.iota((batch, vocab), axis=1, dtype=DTYPES["i32"]), token.reshape(batch, 1)))
     return token
 

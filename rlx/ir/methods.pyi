@@ -298,7 +298,7 @@ class Methods:
     def threshold(self, amount: Operand, /, weighted: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
         """For each row (last dim) of x, the largest element t such that at least `amount` elements are >= t or, with
         `weighted`, such that the elements >= t sum to at least `amount`; -inf if the whole row falls short. NaN is never
-        counted. Uses 32 counting passes instead of a sort."""
+        counted. Nothing is sorted."""
     def sum(self, /, axis: int | Sequence[int] | None = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
         """Sum; 0 if empty. Integers wrap. Long f32 sums are computed in blocks: off by less than 2e-4, usually 1e-7, at any
         length."""

@@ -22,7 +22,7 @@ from rlx.backends.cuda.gemv_ring import RingLaunch
 from rlx.backends.cuda.groups import Stages, overlaps
 from rlx.backends.cuda.schedule import Launch
 from rlx.ir.kernel import Buffer, Load, walk
-from rlx.ir.program import NEVER_WRITTEN, Program, Region
+from rlx.ir.program import Program, Region
 from rlx.records import record
 
 from rlx.backends.cuda.chain_parts import (  # isort: skip
@@ -89,7 +89,10 @@ def chained(program: Program, stages: tuple[Stage, ...], launches: tuple[Stages,
     heard = {a for s in stages for a in _sources(s, program) if a in wrote}
     plain = set[int]()
     for i, s in enumerate(stages):
-        for a in _again(s, program) & wrote.keys():
+        own, others = _again(s, program)
+        if others & wrote.keys():
+            raise Refused("an epilogue reads other columns than its own")
+        for a in own & wrote.keys():
             w = stages[wrote[a]]
             same = isinstance(s, Product) and isinstance(w, Product) and s.contract.n == w.contract.n and s.unit == w.unit
             if not same:
@@ -120,16 +123,14 @@ def _sources(s: Stage, program: Program) -> set[int]:
     return set(s.ranges) - kept
 
 
-def _again(s: Stage, program: Program) -> set[int]:
-    """Buffers of which an epilogue reads its own column."""
+def _again(s: Stage, program: Program) -> tuple[set[int], set[int]]:
+    """Buffers of which an epilogue reads its own column alone, and those of which it reads other elements."""
     if not isinstance(s, Product):
-        return set()
+        return set(), set()
     ids = dict(zip(s.kernel.buffers, program.steps[s.step].args))
     found = [x for x in walk(s.contract.epilogue) if isinstance(x, Load) and isinstance(x.buffer, Buffer)]
-    those = {ids[x.buffer] for x in found}  # type: ignore[index]
-    if any(offset_of(x.index, s.contract.j) != 0 and program.buffers[ids[x.buffer]].region not in NEVER_WRITTEN for x in found):  # type: ignore[index]
-        raise Refused("an epilogue reads other columns than its own")
-    return those
+    others = {ids[x.buffer] for x in found if offset_of(x.index, s.contract.j) != 0}  # type: ignore[index]
+    return {ids[x.buffer] for x in found} - others, others  # type: ignore[index]
 
 
 def _check_heads(stages: Sequence[Stage], program: Program, multiprocessors: int) -> None:
@@ -176,7 +177,7 @@ def _check_memory(stages: Sequence[Stage], program: Program, heard: set[int], pl
         kept = {a for n in s.steps[:-1] for a in program.steps[n].writes}  # in shared memory
         for a in {a for n in s.steps for a in program.steps[n].reads} - (heard - plain) - kept:
             for b in plain - {a}:
-                own = a in _again(s, program) and _same_place(a, b, program)
+                own = a in _again(s, program)[0] and _same_place(a, b, program)
                 if share(a, b) and not own and wrote[b] <= i and wrote.get(a, -1) <= wrote[b]:
                     raise Refused("a value would be overwritten while blocks still read it")
     for a, b in permutations(plain, 2):

@@ -42,6 +42,7 @@ from rlx.backends.cuda.streamed import StreamLaunch, StreamWriter, streamed
 from rlx.backends.cuda.strips import StripsLaunch, StripsWriter, strips
 from rlx.backends.cuda.tensor import TensorLaunch, on_tensor_cores
 from rlx.backends.cuda.tensor_writer import TensorWriter
+from rlx.backends.cuda.thresholds import ThresholdLaunch, ThresholdWriter, threshold
 from rlx.backends.cuda.transpose import TileLaunch, TileTransposer, in_tiles
 from rlx.backends.cuda.warps import WarpLaunch, WarpWriter, on_warps
 from rlx.backends.shared.codes import whole
@@ -152,7 +153,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
         return tiled(kernel)
     updates = replacing(kernel) or patched(kernel) or streamed(kernel) or binned(kernel, most) or scattered(kernel)
     sort = selected(kernel, most, multiprocessors) or sorted_rows(kernel, most, multiprocessors)
-    if loops := sort or updates or staged(sums or kernel):
+    if loops := sort or updates or threshold(kernel, multiprocessors) or staged(sums or kernel):
         return loops
     kernel, clusters = as_loops(sums or kernel), capability >= 90
     return columns(kernel) or strips(kernel, clusters, most) or staying(in_tiles(launch(kernel, clusters)), most)
@@ -181,7 +182,7 @@ WRITERS: dict[type[Launch], type[CudaWriter]] = {
     Launch: CudaWriter, ColumnsLaunch: ColumnsWriter, StripsLaunch: StripsWriter, TileLaunch: TileTransposer,
     FmaLaunch: FmaWriter, TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
     StagedLaunch: StagedWriter, StayingLaunch: StayingWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter,
-    SelectLaunch: SelectWriter,
+    SelectLaunch: SelectWriter, ThresholdLaunch: ThresholdWriter,
     ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter, PatchLaunch: PatchWriter,
     StreamLaunch: StreamWriter, BinLaunch: BinWriter,
     GemvLaunch: GemvWriter, FragmentLaunch: FragmentWriter, BlocksLaunch: BlocksWriter,

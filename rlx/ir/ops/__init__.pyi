@@ -288,8 +288,8 @@ def gumbel(key: Operand, counter: Operand, /, dims: Dims, *, shape: Any = None, 
     """Random f32 from the standard Gumbel distribution: argmax(logits + gumbel) samples from softmax(logits)."""
 def threshold(x: Operand, amount: Operand, /, weighted: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
     """For each row (last dim) of x, the largest element t such that at least `amount` elements are >= t or, with `weighted`,
-    such that the elements >= t sum to at least `amount`; -inf if the whole row falls short. NaN is never counted. Uses 32
-    counting passes instead of a sort."""
+    such that the elements >= t sum to at least `amount`; -inf if the whole row falls short. NaN is never counted. Nothing
+    is sorted."""
 def sum(x: Operand, /, axis: int | Sequence[int] | None = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
     """Sum; 0 if empty. Integers wrap. Long f32 sums are computed in blocks: off by less than 2e-4, usually 1e-7, at any
     length."""

@@ -207,6 +207,6 @@ threshold = op(
         Sample(((4, 5), ()), {"weighted": True}, low=5, high=40, dtypes=("f32", "f32")),
     ),
     doc="For each row (last dim) of x, the largest element t such that at least `amount` elements are >= t or, with `weighted`, "
-    "such that the elements >= t sum to at least `amount`; -inf if the whole row falls short. NaN is never counted. Uses 32 "
-    "counting passes instead of a sort.",
+    "such that the elements >= t sum to at least `amount`; -inf if the whole row falls short. NaN is never counted. Nothing is "
+    "sorted.",
 )  # fmt: skip
