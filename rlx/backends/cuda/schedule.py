@@ -357,12 +357,8 @@ def _in_parts(kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]]
     only rows of 16-bit elements, two of which share a register."""
     kernel = (packed and recomputed(kernel)) or kernel
     loops, points = row_loops(kernel), math.prod(n for _, n in kernel.grid)
-    inside = list(walk(kernel.body))
-    stored, loaded = ({x.buffer for x in inside if isinstance(x, kind)} for kind in (Store, Load))
-    if not loops or not stored.isdisjoint(loaded.difference(kernel.locals)) or any(isinstance(x, Check) for x in inside):
-        return None
-    tops, single = {s.buffer for s in kernel.body if isinstance(s, Store)}, len(loops) == 1 and not kernel.locals
-    if not single and any(kernel.buffers[written] in tops for _, written in shared):  # another block may read it later
+    single = len(loops) == 1 and not kernel.locals
+    if not loops or not parted(kernel, shared):
         return None
     extent, down = loops[0].extent, lanes_down(kernel, loops)
     leaving = single and not down and _only_results(kernel)
@@ -400,6 +396,16 @@ def _in_parts(kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]]
     if together:
         return replace(at, adjacent=True, clustered=True)
     return _counted(replace(at, adjacent=parts > 1, leaving=leaving and parts > 1))
+
+
+def parted(kernel: Kernel, shared: frozenset[tuple[int, int]]) -> bool:
+    """Whether several blocks may have a row of loops: none reads what another one writes. `shared`: by may_overlap."""
+    inside, loops = list(walk(kernel.body)), row_loops(kernel)
+    stored, loaded = ({x.buffer for x in inside if isinstance(x, kind)} for kind in (Store, Load))
+    if not stored.isdisjoint(loaded.difference(kernel.locals)) or any(isinstance(x, Check) for x in inside):
+        return False
+    tops, single = {s.buffer for s in kernel.body if isinstance(s, Store)}, len(loops) == 1 and not kernel.locals
+    return single or not any(kernel.buffers[written] in tops for _, written in shared)  # another block may read it later
 
 
 def _only_results(kernel: Kernel) -> bool:
