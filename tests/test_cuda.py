@@ -497,7 +497,7 @@ def test_few_numbers_of_a_long_sum_are_f64():
 
 PARTED = {  # build, dims, parts, whether they wait for each other
     "a running total": (lambda x: rlx.cumsum(x, axis=1), (3, 100_003), 33, False),
-    "of columns": (lambda x: rlx.cumsum(x, axis=0, reverse=True), (65_536, 1024), 128, False),
+    "of columns": (lambda x: rlx.cumsum(x, axis=0, reverse=True), (65_536, 1024), 256, False),
     "a row to keep": (rlx.softmax, (1000, 100_003), 7, True),
     "few long rows": (rlx.softmax, (4, 151_936), 30, True),
     "a row to reduce": (lambda x: rlx.argmax(x, axis=1), (2, 151_936), 38, True),

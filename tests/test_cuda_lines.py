@@ -236,6 +236,17 @@ def test_totals_of_16_bits_down_columns_compile(dims):
     assert cubin(text_of(found, "kernel"), "sm_90a") and found.vector == 1 + (dims[-2] > 32 and dims[-1] % 64 == 0)
 
 
+@pytest.mark.parametrize("dtype, dims, lane, threads", [
+    ("bf16", (60_000, 1500), 8, 512), ("f32", (25_000, 2002), 8, 512), ("f32", (8192, 5004), 8, 256),
+    ("f32", (3000, 1500), 4, 512), ("bf16", (65_536, 1024), 4, 512), ("f32", (65_536, 1024), 4, 256),
+    ("f32", (20_000, 2_000), 4, 256),
+])  # fmt: skip
+def test_lanes_of_totals_read_more_of_rows_whose_sectors_are_shared(dtype, dims, lane, threads):
+    found = launch_of(one(lambda g: rlx.cumsum(g.input("x", dims, dtype), axis=0)), "sm_90a")
+    assert cubin(text_of(found, "kernel"), "sm_90a")
+    assert (found.vector * rlx.as_dtype(dtype).itemsize, found.threads) == (lane, threads)
+
+
 def test_totals_down_columns_that_are_dynamic_have_no_parts():
     g = rlx.Graph("g")
     g.set_outputs([rlx.cumsum(g.input("x", (2000, "n"), "bf16"), axis=0)])

@@ -150,6 +150,7 @@ SHAPES = {  # with odd sizes, so that threads and lanes are left over
     "divided running totals": (lambda x: rlx.cumsum(x, axis=1), (2, 1 << 18)),
     "running totals in many parts": (lambda x: rlx.cumsum(x, axis=1, exclusive=True), (2, 2_500_001)),
     "running totals of long columns": (lambda x: rlx.cumsum(x, axis=0), (9001, 77)),
+    "running totals of columns that share sectors": (lambda x: rlx.cumsum(x, axis=0), (9001, 2004)),
     "running totals of integers": (lambda x: rlx.cumsum(x.astype("i64"), axis=1), (3, 70_000)),
     "column sums": (lambda x: rlx.sum(x, axis=(0,)), (1003, 77)),
     "greatest of columns": (lambda x: rlx.argmax(x, axis=0), (1003, 77)),
