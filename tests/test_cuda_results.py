@@ -150,6 +150,7 @@ SHAPES = {  # with odd sizes, so that threads and lanes are left over
     "divided running totals": (lambda x: rlx.cumsum(x, axis=1), (2, 1 << 18)),
     "running totals in many parts": (lambda x: rlx.cumsum(x, axis=1, exclusive=True), (2, 2_500_001)),
     "running totals of long columns": (lambda x: rlx.cumsum(x, axis=0), (9001, 77)),
+    "running totals of columns that share sectors": (lambda x: rlx.cumsum(x, axis=0), (9001, 2004)),
     "running totals of integers": (lambda x: rlx.cumsum(x.astype("i64"), axis=1), (3, 70_000)),
     "column sums": (lambda x: rlx.sum(x, axis=(0,)), (1003, 77)),
     "greatest of columns": (lambda x: rlx.argmax(x, axis=0), (1003, 77)),
@@ -214,7 +215,8 @@ LONG = {  # op, rows, columns: a block of 256, two, four and eight, of 512; rows
     "blocks of 512": (rlx.log_softmax, 67, 250_000), "a norm": (rlx.rms_norm, 300, 20_004), "a warp": (rlx.softmax, 600, 1000),
     "a block": (rlx.log_softmax, 600, 5003), "few": (rlx.softmax, 9, 50_257),
     "columns": (lambda x: rlx.softmax(x, axis=0), 3000, 77), "a block that ends early": (rlx.softmax, 2100, 7000),
-    "whole warps": (rlx.softmax, 2100, 14_000),
+    "whole warps": (rlx.softmax, 2100, 14_000), "blocks that stay": (rlx.softmax, 4301, 5120),
+    "two that stay": (rlx.softmax, 1301, 16_384), "and of unequal parts": (rlx.log_softmax, 1101, 20_008),
 }  # fmt: skip
 
 
@@ -251,6 +253,12 @@ ALIKE = {  # op of x, y and vectors a, b; rows, columns of blocks or clusters
     "parts that are not equal": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), 407, 50_312),
     "more than one row": (lambda x, y, a, b: rlx.rms_norm(x + y, a), 301, 100_000),
     "a maximum": (lambda x, y, a, b: rlx.softmax(x + a) * y, 301, 50_304),
+    "a block that stays": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), 3001, 4104),
+    "two that stay, with vectors of 8 bytes": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), 1203, 12_004),
+    "no vectors": (lambda x, y, a, b: rlx.layer_norm(x), 1801, 12_288),
+    "exponentials": (lambda x, y, a, b: rlx.log_softmax(x + a), 803, 20_008),
+    "vectors that have no room": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), 61, 151_936),
+    "two waits": (lambda x, y, a, b: rlx.softmax(x * a) * rlx.rsqrt(rlx.mean(x * x, axis=1, keepdims=True)), 901, 12_288),
 }  # fmt: skip
 
 

@@ -156,7 +156,8 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
     if loops := sort or updates or threshold(kernel, multiprocessors) or staged(sums or kernel):
         return loops
     kernel, clusters = as_loops(sums or kernel), capability >= 90
-    return columns(kernel) or strips(kernel, clusters, most) or staying(in_tiles(launch(kernel, clusters)), most)
+    found = columns(kernel) or strips(kernel, clusters, most) or in_tiles(launch(kernel, clusters))
+    return staying(found, most) if clusters else found
 
 
 def text_of(at: Launch, name: str) -> str:

@@ -178,9 +178,9 @@ class ScanDown:
             parts.append(["else {", left, *self.each_row(), "if (n < left) {"])
         for lines in parts:
             with w.scope(lines, 2 if lines is parts[0] else 3):
-                w.vector_loads = self.held
+                w.vector_loads, w.in_words = self.held, True
                 body()
-                w.vector_loads = {}
+                w.vector_loads, w.in_words = {}, False
 
     def each_row(self, near: bool = False) -> list[str]:
         """`near`: rows behind the column are its last one."""

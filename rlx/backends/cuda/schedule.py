@@ -42,8 +42,9 @@ WAITING_THREADS = 132 * 4096  # twice as many as a large GPU runs at once
 MOVING_THREADS = 132 * 128  # threads that do so where they compute nothing
 PART_BYTES = 64  # read by a thread of a running total; twice as many down columns, and of long lines, whose parts wait longer
 PART_THREADS, PART_TEAMS, PART_WARPS = 256, (256, 512), 16  # of a block, at most
-PART_FEW = 64  # parts of columns, up to which blocks have half as many warps: more of them read while others write
+PART_FEW, PART_FEW_WIDE = 64, 256  # parts of columns, of 32-bit ones, up to which blocks have half as many warps: more read
 LANE_BYTES, LONG_LANE, LONG_ROW = 4, 8, 1 << 17  # bytes that a lane reads of a row; of one of 32-bit elements that is so long
+SECTOR, SEVERAL = 32, 1 << 24  # bytes: lanes read more of rows that are no multiples of it, whose sectors blocks share; elements
 PARTS = (2, 4, 8, 16, 32)  # of a row: a GPU runs many more blocks at once, so that all parts of a row run
 PACKED = (256, REGISTERS), (256, 40), (512, REGISTERS)  # threads of a block, and registers that hold two elements of a row each
 EVEN_ROUNDS = 4  # vectors of 16-bit elements of a thread, in rows of more than 8,192
@@ -59,6 +60,7 @@ LARGEST = 227 << 10  # bytes of shared memory of a block, at most, of the GPUs t
 NEAR = 8  # elements between those that adjacent lanes read down columns, at most: other loads of them read what is between
 RESERVED = 1 << 10  # bytes of shared memory that the driver takes for each block
 ALIGNED = 128  # bytes: copies to shared memory take longer where blocks keep it from another place on
+WORD = 4  # bytes
 RESIDENT = 4  # blocks of a multiprocessor from which on their number does not matter
 SHARED_BYTES = 96 << 10  # Locals of a block that still let two blocks share a multiprocessor; larger ones go to global memory
 
@@ -306,7 +308,10 @@ def _running(kernel: Kernel) -> Launch | None:
         each = min(each, 1 << (-(-extent // WARP) - 1).bit_length())
         each = min(2 * each, 32) if extent > PART_THREADS**2 * each else each  # more parts than one block hears of at once
     blocks = math.prod(n for _, n in kernel.grid) // (vector * WARP) * (extent // (PART_WARPS * each))
-    several = vector * item <= LANE_BYTES and blocks >= 2 * FEW_LINES and extent <= PART_FEW * PART_WARPS // 2 * each
+    uneven = down and kernel.grid[-1][1] * item % SECTOR > 0
+    few = PART_FEW_WIDE if vector == 1 and item == WORD and not uneven else PART_FEW
+    narrow = vector * item <= LANE_BYTES or (uneven and vector > 1)
+    several = narrow and blocks >= 2 * FEW_LINES and extent <= few * PART_WARPS // 2 * each
     team, most = (1, PART_WARPS // (1 + several)) if down else (WARP, PART_THREADS)
     while team < most and team * each < extent:
         team *= 2
@@ -327,7 +332,9 @@ def _beside(kernel: Kernel, s: Loop) -> int:
     assert carry.added is not None
     before, inside = (*kernel.body[:-1], carry.init), [x for x in walk((s.body, carry.added)) if isinstance(x, Load)]
     items, points = {x.buffer.dtype.itemsize for x in inside}, math.prod(n for _, n in kernel.grid)
-    beside = LONG_LANE if items == {4} and extent * 4 >= LONG_ROW else LANE_BYTES
+    row = extent * max(items, default=1)
+    long = (items == {4} and row >= LONG_ROW) or (items <= {2, 4} and row % SECTOR and points * s.extent >= SEVERAL)
+    beside = LONG_LANE if long else LANE_BYTES
     size = max(1, beside // max(items)) if len(items) == 1 and column not in walk(before) else 1
     while size > 1:
         whole = extent % size == 0 and {*map(id, inside)} == {id(x) for x in loads(s.body, (carry.added,), column, size)}
@@ -357,12 +364,8 @@ def _in_parts(kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]]
     only rows of 16-bit elements, two of which share a register."""
     kernel = (packed and recomputed(kernel)) or kernel
     loops, points = row_loops(kernel), math.prod(n for _, n in kernel.grid)
-    inside = list(walk(kernel.body))
-    stored, loaded = ({x.buffer for x in inside if isinstance(x, kind)} for kind in (Store, Load))
-    if not loops or not stored.isdisjoint(loaded.difference(kernel.locals)) or any(isinstance(x, Check) for x in inside):
-        return None
-    tops, single = {s.buffer for s in kernel.body if isinstance(s, Store)}, len(loops) == 1 and not kernel.locals
-    if not single and any(kernel.buffers[written] in tops for _, written in shared):  # another block may read it later
+    single = len(loops) == 1 and not kernel.locals
+    if not loops or not parted(kernel, shared):
         return None
     extent, down = loops[0].extent, lanes_down(kernel, loops)
     leaving = single and not down and _only_results(kernel)
@@ -400,6 +403,16 @@ def _in_parts(kernel: Kernel, clusters: bool, shared: frozenset[tuple[int, int]]
     if together:
         return replace(at, adjacent=True, clustered=True)
     return _counted(replace(at, adjacent=parts > 1, leaving=leaving and parts > 1))
+
+
+def parted(kernel: Kernel, shared: frozenset[tuple[int, int]]) -> bool:
+    """Whether several blocks may have a row of loops: none reads what another one writes. `shared`: by may_overlap."""
+    inside, loops = list(walk(kernel.body)), row_loops(kernel)
+    stored, loaded = ({x.buffer for x in inside if isinstance(x, kind)} for kind in (Store, Load))
+    if not stored.isdisjoint(loaded.difference(kernel.locals)) or any(isinstance(x, Check) for x in inside):
+        return False
+    tops, single = {s.buffer for s in kernel.body if isinstance(s, Store)}, len(loops) == 1 and not kernel.locals
+    return single or not any(kernel.buffers[written] in tops for _, written in shared)  # another block may read it later
 
 
 def _only_results(kernel: Kernel) -> bool:
