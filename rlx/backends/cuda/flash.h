@@ -184,9 +184,9 @@ template <class F> RLX_FN void rlx_join(
     if (column == 0) *(float4*)(to + WIDTH) = make_float4(top[i], total[i], 0, 0);
   }
   rlx_cluster_barrier();
-  for (int e = threadIdx.x - 128; e < TILE_ROWS / PARTS * ACROSS; e += GROUPS * 128) {
+  for (int e = threadIdx.x - 128; e < (TILE_ROWS + PARTS - 1) / PARTS * ACROSS; e += GROUPS * 128) {
     const int row = e / ACROSS * PARTS + blockIdx.x % PARTS, r = row % 64, m = t.row0 + row / 64 * EACH + r / PACK, d = e % ACROSS * COLUMNS;
-    if (r >= EACH * PACK || m >= QUERIES) continue;
+    if (row >= TILE_ROWS || r >= EACH * PACK || m >= QUERIES) continue;
     const float* const from = own + row * JOINED;
     float4 known[PARTS], sum[COLUMNS / 4] = {};
     float best = NEVER, all = 0;

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rlx.backends.cuda import attention
-from rlx.backends.cuda.attention import CLUSTER, NARROW, PAIR, AttentionLaunch, AttentionWriter, header, in_chunks, native_of
+from rlx.backends.cuda.attention import NARROW, PAIR, AttentionLaunch, AttentionWriter, header, in_chunks, native_of
 from rlx.backends.cuda.render import BEGIN
 from rlx.backends.cuda.schedule import TensorMap
 from rlx.ir.kernel import Kernel, Native, View
@@ -17,7 +17,8 @@ ROWS = 64  # of a warp group: queries of a head, or of the heads that share a ke
 LEAST_QUERIES, LEAST_ODD = 48, 17  # the latter where other tensor core kernels do not take the size of a head
 CHUNK = 32  # columns staged for stores
 SHARED = 227 << 10
-PART = 256  # keys of a block where blocks share those of a tile, at least
+PARTS = (2, 3, 4, 6, 8)  # blocks of a cluster, which share the keys of a tile
+PAIRED, JOIN = 1.35, 50_000  # the time of two groups by that of one; elements of keys multiplied while a cluster adds up its sums
 L2_BYTES = 32 << 20  # of keys and values that blocks at work share
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}  # groups: registers of a copying thread, and of the others
 
@@ -47,17 +48,23 @@ def shape_of(size: int, queries: int, tiles: int, multiprocessors: int) -> Shape
 
 def of_few(native: Native, whole: Shape, multiprocessors: int) -> Shape:
     """`whole`, or a shape for queries so few that its tiles would be mostly empty, or do not fill the GPU."""
-    (_, heads, queries, _), (_, shared, keys, _), attrs = native.inputs[0].dims, native.inputs[1].dims, native.attrs
+    q, (_, shared, keys, _), attrs = native.inputs[0], native.inputs[1].dims, native.attrs
     assert isinstance(attrs, AttentionAttrs)
-    pack = 1 if attrs.masked or heads // shared > ROWS else heads // shared
-    groups = 1 if queries <= ROWS // pack else 2
-    fewer = replace(whole, groups=groups, pack=pack)
+    _, heads, queries, size = q.dims
+    pack = 1 if attrs.masked or keys <= whole.block or heads // shared > ROWS else heads // shared
+    packed = [replace(whole, groups=groups, pack=pack) for groups in ((1, 2) if queries > ROWS // pack else (1,))]
     seen = min(keys, queries + attrs.window) if attrs.window else keys
-    for parts in (CLUSTER, CLUSTER // 2, PAIR):
-        room = multiprocessors if parts == PAIR else multiprocessors * 3 // 4
-        if fewer.tiles(native.inputs[0]) * parts <= room and seen >= parts * PART:
-            return replace(fewer, parts=parts)
-    return replace(fewer, groups=1) if pack > 1 and queries <= ROWS // pack else whole
+
+    def cost(at: Shape) -> float:
+        """Keys that a block multiplies by the rows of one group in the time that all take."""
+        count = -(-seen // (at.block * at.parts)) * at.block * -(-at.tiles(q) * at.parts // multiprocessors)
+        return count * (PAIRED if at.groups > 1 else 1) + (JOIN / size if at.parts > 1 else 0)
+
+    def fits(at: Shape) -> bool:
+        return at.tiles(q) * at.parts <= (multiprocessors if at.parts == PAIR else multiprocessors * 3 // 4)
+
+    alone = packed if pack > 1 and queries < LEAST_QUERIES else [whole]
+    return min([*alone, *(at for shape in packed for n in PARTS if fits(at := replace(shape, parts=n)))], key=cost)
 
 
 @record
