@@ -172,7 +172,7 @@ template <class M> RLX_FN void rlx_weights(
 
 /* The blocks of a cluster have the keys of the same rows in parts. Each adds up the sums of some rows, in the order of the keys. */
 template <class F> RLX_FN void rlx_join(
-    float* own, const float (&sums)[WIDTH / 2], const float (&top)[2], const float (&total)[2], const rlx_queries& t, int group, const F& put) {
+    float* own, const float (&sums)[WIDTH / 2], const float (&top)[2], const float (&total)[2], const rlx_queries& t, int group, const F& put, bool stopped) {
   const int row0 = group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
   constexpr int COLUMNS = VECTOR > 4 ? VECTOR : 4, ACROSS = WIDTH / COLUMNS; /* of a thread; threads of a row */
   rlx_groups_sync(); /* the ring is read no more */
@@ -184,7 +184,7 @@ template <class F> RLX_FN void rlx_join(
     if (column == 0) *(float4*)(to + WIDTH) = make_float4(top[i], total[i], 0, 0);
   }
   rlx_cluster_barrier();
-  for (int e = threadIdx.x - 128; e < (TILE_ROWS + PARTS - 1) / PARTS * ACROSS; e += GROUPS * 128) {
+  for (int e = threadIdx.x - 128; !stopped && e < (TILE_ROWS + PARTS - 1) / PARTS * ACROSS; e += GROUPS * 128) {
     const int row = e / ACROSS * PARTS + blockIdx.x % PARTS, r = row % 64, m = t.row0 + row / 64 * EACH + r / PACK, d = e % ACROSS * COLUMNS;
     if (row >= TILE_ROWS || r >= EACH * PACK || m >= QUERIES) continue;
     const float* const from = own + row * JOINED;
@@ -246,7 +246,8 @@ RLX_FN void rlx_narrow(uint32_t (&p)[BLOCK / 16][4], const float (&s)[BLOCK / 2]
   for (int n = 0; n < BLOCK / 4; n++) p[n / 4][n % 4] = rlx_pair(s[n * 2], s[n * 2 + 1]);
 }
 
-template <class S, class M, class F> RLX_FN void rlx_flash_sums(const rlx_ring& r, float* staged, const S& start, const M* mask, const F& put) {
+template <class S, class M, class F> RLX_FN void rlx_flash_sums(
+    const rlx_ring& r, float* staged, const S& start, const M* mask, const F& put, bool stopped) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128 - 1, 0);  /* in a uniform register */
   const unsigned char* const q = r.q + group * 64 * 128;
@@ -314,7 +315,7 @@ template <class S, class M, class F> RLX_FN void rlx_flash_sums(const rlx_ring& 
       keep[i] = 1 / total[i];
     }
     if constexpr (PARTS > 1) { /* of one tile */
-      rlx_join((float*)r.k, sums, top, total, t, group, put);
+      rlx_join((float*)r.k, sums, top, total, t, group, put, stopped);
       return;
     }
     #pragma unroll
@@ -339,7 +340,10 @@ template <class S, class M, class F> RLX_FN void rlx_flash_sums(const rlx_ring& 
 }
 
 template <class S, class M, class F> RLX_FN void rlx_flash(
-    const rlx_map* map_q, const rlx_map* map_k, const rlx_map* map_v, unsigned char* shared, const S& start, const M* mask, const F& put, rlx_status* status) {
+    const rlx_map* map_q, const rlx_map* map_k, const rlx_map* map_v, unsigned char* shared, const S& start, const M* mask, const F& put, rlx_status* status,
+    const int* halt) {
+  const bool stopped = rlx_halted(halt);
+  if (PARTS == 1 && stopped) return; /* no block of a cluster ends before the others have read its memory */
   rlx_ring r;
   r.q = shared, r.k = r.q + Q_BYTES, r.v = r.k + STAGES * K_BYTES;
   float* const staged = (float*)(r.v + STAGES * V_BYTES);
@@ -359,6 +363,6 @@ template <class S, class M, class F> RLX_FN void rlx_flash(
     if (threadIdx.x == 0) rlx_flash_copies(r, map_q, map_k, map_v, start, status);
   } else {
     if constexpr (GROUPS > 1) rlx_take<TAKEN>();
-    rlx_flash_sums(r, staged + (threadIdx.x / 32 - 4) * 16 * PITCH, start, mask, put);
+    rlx_flash_sums(r, staged + (threadIdx.x / 32 - 4) * 16 * PITCH, start, mask, put, stopped);
   }
 }

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from rlx.backends.cuda import attention
 from rlx.backends.cuda.attention import NARROW, PAIR, AttentionLaunch, AttentionWriter, header, in_chunks, native_of
-from rlx.backends.cuda.render import BEGIN
 from rlx.backends.cuda.schedule import TensorMap
 from rlx.ir.kernel import Kernel, Native, View
 from rlx.ir.ops.attention import AttentionAttrs
@@ -18,7 +17,9 @@ LEAST_QUERIES, LEAST_ODD = 48, 17  # the latter where other tensor core kernels 
 CHUNK = 32  # columns staged for stores
 SHARED = 227 << 10
 PARTS = (2, 3, 4, 6, 8)  # blocks of a cluster, which share the keys of a tile
-PAIRED, JOIN = 1.35, 50_000  # the time of two groups by that of one; elements of keys multiplied while a cluster adds up its sums
+# Costs in keys that a block multiplies by the rows of one group meanwhile, fitted to the times of 47 shapes on an H200.
+PAIRED, FIRST = 1.3, 300  # two groups by one; what both do before the one can hide the other
+JOIN, JOINED = 100, 30  # a cluster adds up its sums: whatever they are, and for each group and block
 L2_BYTES = 32 << 20  # of keys and values that blocks at work share
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}  # groups: registers of a copying thread, and of the others
 
@@ -50,15 +51,16 @@ def of_few(native: Native, whole: Shape, multiprocessors: int) -> Shape:
     """`whole`, or a shape for queries so few that its tiles would be mostly empty, or do not fill the GPU."""
     q, (_, shared, keys, _), attrs = native.inputs[0], native.inputs[1].dims, native.attrs
     assert isinstance(attrs, AttentionAttrs)
-    _, heads, queries, size = q.dims
+    _, heads, queries, _ = q.dims
     pack = 1 if attrs.masked or keys <= whole.block or heads // shared > ROWS else heads // shared
     packed = [replace(whole, groups=groups, pack=pack) for groups in ((1, 2) if queries > ROWS // pack else (1,))]
-    seen = min(keys, queries + attrs.window) if attrs.window else keys
+    seen = max(queries, keys // 2) if attrs.positioned else keys  # a cache may be nearly empty
+    seen = min(seen, queries + attrs.window) if attrs.window else seen
 
     def cost(at: Shape) -> float:
-        """Keys that a block multiplies by the rows of one group in the time that all take."""
-        count = -(-seen // (at.block * at.parts)) * at.block * -(-at.tiles(q) * at.parts // multiprocessors)
-        return count * (PAIRED if at.groups > 1 else 1) + (JOIN / size if at.parts > 1 else 0)
+        rounds, blocks = -(-at.tiles(q) * at.parts // multiprocessors), -(-seen // (at.block * at.parts))
+        time = rounds * blocks * at.block * (PAIRED if at.groups > 1 else 1) + (FIRST if at.groups > 1 else 0)
+        return time + (JOIN + JOINED * at.groups * at.parts if at.parts > 1 else 0)
 
     def fits(at: Shape) -> bool:
         return at.tiles(q) * at.parts <= (multiprocessors if at.parts == PAIR else multiprocessors * 3 // 4)
@@ -95,8 +97,10 @@ def launch(kernel: Kernel, multiprocessors: int = 132) -> FlashLaunch | None:
         return None
     shape = shape_of(max(size, width), queries, batch * heads * -(-queries // ROWS), multiprocessors)
     shape = of_few(native, shape, multiprocessors)
-    least = attention.TILE + 1 if shape.parts > 1 else LEAST_ODD if size % 16 or width % 16 else LEAST_QUERIES
-    if queries * shape.pack < least:
+    least = LEAST_ODD if size % 16 or width % 16 else LEAST_QUERIES
+    if shape.parts * shape.pack > 1:  # decode.h has fewer rows
+        least = attention.TILE // shape.pack + 1
+    if queries < least:
         return None
     tall = ROWS * shape.groups
     maps = (_map_of_queries(kernel, q, shape.pack), *(_map(kernel, x, shape.block) for x in (k, v)))
@@ -139,14 +143,11 @@ class FlashWriter(AttentionWriter):
         dtype, vector = native.inputs[0].buffer.dtype.name, attention.stored_width(native, 8)
         lines = [*self.constants(native), *self.shape(native, vector), header("softmax.h"), header("hopper.h")]
         lines += [*product_functions(at.shape.block, native.inputs[2].dims[3], dtype), header("flash.h")]
-        cluster, begin, (put, *body) = "", BEGIN, self.put(native, vector)
-        if at.parts > 1:  # no block ends before the others of its cluster
-            cluster, begin = f"__cluster_dims__({at.parts}) ", "rlx_begin(); const bool stopped = rlx_halted(halt);"
-            body = ["    if (stopped) return;", *body]
-        lines += [f'extern "C" __global__ void {cluster}__launch_bounds__({at.threads}, 1)', f"{name}({arguments}) {{", begin]
-        lines += ["  extern __shared__ __align__(1024) unsigned char shared[];", put, *body]
+        cluster = f"__cluster_dims__({at.parts}) " if at.parts > 1 else ""
+        lines += [f'extern "C" __global__ void {cluster}__launch_bounds__({at.threads}, 1)', f"{name}({arguments}) {{"]
+        lines += ["  rlx_begin();", "  extern __shared__ __align__(1024) unsigned char shared[];", *self.put(native, vector)]
         lines += [f"  const auto start = [&](int b) -> int64_t {{ return {self.start(native, 'b')}; }};"]
-        lines.append(f"  rlx_flash(&map_q, &map_k, &map_v, shared, start, {self.mask(native)}, put, {self.status});")
+        lines.append(f"  rlx_flash(&map_q, &map_k, &map_v, shared, start, {self.mask(native)}, put, {self.status}, halt);")
         return "\n".join([*lines, "}", ""])
 
     def shape(self, native: Native, vector: int) -> Iterator[str]:
