@@ -58,7 +58,8 @@ template <class S> RLX_FN rlx_queries rlx_tile_of(int n, const S& start, rlx_sta
   if (ORDERED) out.end = out.first + high;
   if (WINDOW && out.first + out.row0 - WINDOW + 1 > 0) out.low = (out.first + out.row0 - WINDOW + 1) / BLOCK * BLOCK;
   if (PARTS > 1) {
-    const int count = (out.end - out.low + BLOCK - 1) / BLOCK, part = blockIdx.x % PARTS, next = out.low + count * (part + 1) / PARTS * BLOCK;
+    const int count = (out.end - out.low + BLOCK - 1) / BLOCK, part = blockIdx.x % PARTS;
+    const int next = out.low + count * (part + 1) / PARTS * BLOCK;
     out.low += count * part / PARTS * BLOCK, out.end = next < out.end ? next : out.end;
   }
   return out;
@@ -82,7 +83,8 @@ template <class S> RLX_FN void rlx_flash_copies(
       rlx_expect(r.k_full + s, K_BYTES);
       for (int p = 0; p < SIZE_PARTS; p++) rlx_load_box(r.k + s * K_BYTES + p * KV_PART, map_k, r.k_full + s, p * 64, n0, t.h / GROUP, t.b);
     };
-    constexpr bool AHEAD = POSITIONED && !WINDOW && PARTS == 1; /* the first keys are seen wherever the queries are: no wait for the position */
+    /* the first keys are seen wherever the queries are: no wait for the position */
+    constexpr bool AHEAD = POSITIONED && !WINDOW && PARTS == 1;
     if (AHEAD) keys(0);
     t = rlx_tile_of(n, start, status);
     for (int n0 = t.low; n0 < t.end; n0 += BLOCK, turn++) {
@@ -172,7 +174,8 @@ template <class M> RLX_FN void rlx_weights(
 
 /* The blocks of a cluster have the keys of the same rows in parts. Each adds up the sums of some rows, in the order of the keys. */
 template <class F> RLX_FN void rlx_join(
-    float* own, const float (&sums)[WIDTH / 2], const float (&top)[2], const float (&total)[2], const rlx_queries& t, int group, const F& put, bool stopped) {
+    float* own, const float (&sums)[WIDTH / 2], const float (&top)[2], const float (&total)[2], const rlx_queries& t, int group,
+    const F& put, bool stopped) {
   const int row0 = group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
   constexpr int COLUMNS = VECTOR > 4 ? VECTOR : 4, ACROSS = WIDTH / COLUMNS; /* of a thread; threads of a row */
   rlx_groups_sync(); /* the ring is read no more */
@@ -185,7 +188,8 @@ template <class F> RLX_FN void rlx_join(
   }
   rlx_cluster_barrier();
   for (int e = threadIdx.x - 128; !stopped && e < (TILE_ROWS + PARTS - 1) / PARTS * ACROSS; e += GROUPS * 128) {
-    const int row = e / ACROSS * PARTS + blockIdx.x % PARTS, r = row % 64, m = t.row0 + row / 64 * EACH + r / PACK, d = e % ACROSS * COLUMNS;
+    const int row = e / ACROSS * PARTS + blockIdx.x % PARTS, d = e % ACROSS * COLUMNS;
+    const int r = row % 64, m = t.row0 + row / 64 * EACH + r / PACK;
     if (row >= TILE_ROWS || r >= EACH * PACK || m >= QUERIES) continue;
     const float* const from = own + row * JOINED;
     float4 known[PARTS], sum[COLUMNS / 4] = {};
@@ -208,7 +212,8 @@ template <class F> RLX_FN void rlx_join(
     float out[COLUMNS];
     #pragma unroll
     for (int c = 0; c < COLUMNS / 4; c++)
-      out[c * 4] = sum[c].x * scale, out[c * 4 + 1] = sum[c].y * scale, out[c * 4 + 2] = sum[c].z * scale, out[c * 4 + 3] = sum[c].w * scale;
+      out[c * 4] = sum[c].x * scale, out[c * 4 + 1] = sum[c].y * scale, out[c * 4 + 2] = sum[c].z * scale,
+               out[c * 4 + 3] = sum[c].w * scale;
     #pragma unroll
     for (int c = 0; c < COLUMNS; c += VECTOR) put(t.b, t.h + r % PACK, m, d + c, out + c);
   }
@@ -340,8 +345,8 @@ template <class S, class M, class F> RLX_FN void rlx_flash_sums(
 }
 
 template <class S, class M, class F> RLX_FN void rlx_flash(
-    const rlx_map* map_q, const rlx_map* map_k, const rlx_map* map_v, unsigned char* shared, const S& start, const M* mask, const F& put, rlx_status* status,
-    const int* halt) {
+    const rlx_map* map_q, const rlx_map* map_k, const rlx_map* map_v, unsigned char* shared, const S& start, const M* mask,
+    const F& put, rlx_status* status, const int* halt) {
   const bool stopped = rlx_halted(halt);
   if (PARTS == 1 && stopped) return; /* no block of a cluster ends before the others have read its memory */
   rlx_ring r;

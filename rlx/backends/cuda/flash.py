@@ -52,7 +52,8 @@ def of_few(native: Native, whole: Shape, multiprocessors: int) -> Shape:
     q, (_, shared, keys, _), attrs = native.inputs[0], native.inputs[1].dims, native.attrs
     assert isinstance(attrs, AttentionAttrs)
     _, heads, queries, _ = q.dims
-    pack = 1 if attrs.masked or keys <= whole.block or heads // shared > ROWS else heads // shared
+    together = max(1, heads // max(1, shared))
+    pack = 1 if attrs.masked or keys <= whole.block or together > ROWS else together
     packed = [replace(whole, groups=groups, pack=pack) for groups in ((1, 2) if queries > ROWS // pack else (1,))]
     seen = max(queries, keys // 2) if attrs.positioned else keys  # a cache may be nearly empty
     seen = min(seen, queries + attrs.window) if attrs.window else seen
