@@ -74,7 +74,9 @@ CAUSAL = (
 WINDOWS = (Case(1, 32, 8, 8192, 128, window=4096), Case(1, 8, 4, 4096, 256, window=1024))
 ROWS = (
     Case(2, 10, 10, 77, 64, queries=4096), Case(1, 32, 8, 8192, 128, queries=4), Case(1, 32, 8, 8192, 128, queries=16),
-    Case(1, 32, 8, 8192, 128, queries=64), Case(1, 32, 8, 8192, 128, queries=256), Case(1, 16, 16, 4096, 64, queries=16),
+    Case(1, 32, 8, 8192, 128, queries=64), Case(1, 32, 8, 8192, 128, queries=100), Case(1, 32, 8, 8192, 128, queries=256),
+    Case(1, 32, 8, 32768, 128, queries=16), Case(1, 32, 8, 2048, 128, queries=64), Case(16, 32, 8, 4096, 128, queries=16),
+    Case(4, 16, 2, 4096, 128, queries=64), Case(1, 16, 16, 4096, 64, queries=16),
     Case(4, 32, 8, 4096, 128, queries=8), Case(1, 8, 4, 4096, 256, queries=32),
     Case(1, 32, 8, 4096, 128, queries=1), Case(1, 32, 8, 32768, 128, queries=1), Case(16, 32, 8, 4096, 128, queries=1),
     Case(64, 32, 8, 2048, 128, queries=1), Case(64, 32, 32, 1024, 64, queries=1),

@@ -59,7 +59,30 @@ def test_many_queries_of_narrow_floats_take_warp_groups(size):
 
 def test_some_queries_take_warp_groups_where_no_other_tensor_cores_have_their_heads():
     assert isinstance(launch((3, 8, 32, 40), (3, 8, 768, 40), "f16"), FlashLaunch)
-    assert type(launch((3, 8, 32, 48), (3, 8, 768, 48), "f16")) is AttentionLaunch
+    assert type(launch((3, 8, 32, 48), (3, 8, 100, 48), "f16")) is AttentionLaunch
+
+
+@pytest.mark.parametrize(
+    "queries, keys, heads, want",
+    [
+        (16, 8192, (32, 8), (1, 4, 8, 64)),  # groups, heads of a tile, blocks of a cluster, blocks
+        (64, 8192, (32, 8), (2, 4, 6, 96)),
+        (256, 8192, (32, 8), (2, 4, 2, 128)),
+        (200, 8192, (8, 8), (2, 1, 6, 96)),
+        (64, 256, (32, 8), (1, 1, 1, 32)),  # to add up sums would take longer than the keys
+        (16, 256, (32, 8), (1, 4, 1, 8)),
+        (512, 8192, (32, 8), (2, 1, 1, 128)),  # the tiles fill the GPU
+    ],
+)
+def test_clusters_share_the_keys_of_few_queries(queries, keys, heads, want):
+    found = launch((1, heads[0], queries, 128), (1, heads[1], keys, 128), "bf16", mask="causal")
+    assert isinstance(found, FlashLaunch)
+    assert (found.shape.groups, found.shape.pack, found.shape.parts, found.blocks) == want
+
+
+def test_heads_with_masks_of_their_own_are_no_rows_of_one_tile():
+    found = launch((1, 8, 64, 64), (1, 2, 8192, 64), "f16", mask="bias", operand=(8, 64, 8192))
+    assert isinstance(found, FlashLaunch) and (found.shape.pack, found.shape.parts) == (1, 8)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +91,7 @@ def test_some_queries_take_warp_groups_where_no_other_tensor_cores_have_their_he
         ((1, 8, 200, 64), (1, 8, 200, 64), "bf16", "sm_80"),  # an older GPU
         ((1, 8, 200, 64), (1, 8, 200, 64), "f32", "sm_90a"),
         ((1, 8, 200, 44), (1, 8, 200, 44), "bf16", "sm_90a"),  # no multiple of 8
+        ((1, 32, 8, 64), (1, 8, 100, 64), "bf16", "sm_90a"),  # one block of keys
         ((1, 8, 20, 64), (1, 8, 200, 64), "bf16", "sm_90a"),  # a tile of 64 queries would be mostly empty
     ],
 )
@@ -91,6 +115,12 @@ SHAPES = {
     "a cache": ((1, 4, 100, 96), (1, 2, 700, 96), "bf16", {"mask": "sliding_window", "window": 50, "positioned": True}),
     "a bias and a cap": ((1, 4, 64, 64), (1, 2, 100, 64), "f16", {"mask": "bias", "operand": (4, 64, 100), "cap": 5.0}),
     "padded keys": ((2, 4, 128, 32), (2, 4, 128, 32), "bf16", {"mask": "custom", "operand": (2, 1, 1, 128)}),
+    "heads in a tile": ((3, 8, 16, 64), (3, 2, 200, 64), "f16", {"mask": "causal"}),
+    "clusters": ((1, 8, 40, 128), (1, 2, 3001, 128), "bf16", {"mask": "causal"}),
+    "clusters over a cache": ((2, 10, 37, 40), (2, 2, 3001, 40), "f16", {"mask": "causal", "positioned": True}),
+    "clusters, long heads": ((1, 16, 23, 256), (1, 2, 5000, 256), "bf16", {"mask": "sliding_window", "window": 1100}),
+    "clusters, a bias": ((1, 4, 70, 96), (1, 2, 2500, 96), "bf16", {"mask": "bias", "operand": (4, 70, 2500), "cap": 5.0}),
+    "clusters, a mask": ((2, 3, 9, 64), (2, 3, 3000, 64), "f16", {"mask": "custom", "operand": (2, 1, 1, 3000)}),
 }
 
 

@@ -131,7 +131,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
         return segmented(kernel, arch, multiprocessors, most)
     if attention.native_of(kernel):
         few = attention.launch(kernel, multiprocessors, most, clusters=capability >= 90)
-        return (flash.launch(kernel) if arch == "sm_90a" else None) or few
+        return (flash.launch(kernel, multiprocessors) if arch == "sm_90a" else None) or few
     if conv := direct.conv_of(kernel):
         return direct.launch(kernel, conv)
     blocks = of_blocks(kernel, most=most, boxes=arch == "sm_90a")

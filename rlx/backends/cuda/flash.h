@@ -1,20 +1,25 @@
 
-/* Attention by warp groups of compute capability 9.0. One warp group copies; each of the GROUPS others has 64 queries of a head.
+/* Attention by warp groups of compute capability 9.0. One warp group copies; each of the GROUPS others has 64 rows: queries of a head,
+   or of PACK heads that share a key head. Where such tiles are few, the PARTS blocks of a cluster each have a part of the keys of one.
 
    Scores of a block of keys come from shared memory, stay in registers, and are the left operand of the product with the values.
    The softmax of a block runs while the tensor cores do the product of the block before it, and, where groups take turns
    (rlx_turn), the products of another group. The lines before this file give the constants of attention.h, and
-   GROUPS, BLOCK (keys), STAGES (of the ring), HEAD_BAND (heads walked together), VECTOR (elements of a store),
+   GROUPS, BLOCK (keys), STAGES (of the ring), PACK, PARTS, HEAD_BAND (packs of heads walked together), VECTOR (elements of a store),
    rlx_scores(s, q, k, add): s = q @ kT (+ s), 16 deep, and rlx_values(sums, p, v, add): sums = p @ v (+ sums), 16 keys. */
-constexpr int TILE_ROWS = 64 * GROUPS, DOWN = (QUERIES + TILE_ROWS - 1) / TILE_ROWS, TILES = BATCH * HEADS * DOWN;
+constexpr int TILE_ROWS = 64 * GROUPS, EACH = 64 / PACK, TILE_QUERIES = EACH * GROUPS; /* EACH: queries of a group */
+constexpr int DOWN = (QUERIES + TILE_QUERIES - 1) / TILE_QUERIES, PACKS = BATCH * HEADS / PACK, TILES = PACKS * DOWN;
 constexpr int SIZE_PARTS = (SIZE + 63) / 64, WIDTH_PARTS = (WIDTH + 63) / 64; /* of 64 elements: 128 bytes of a row */
 constexpr int Q_PART = TILE_ROWS * 128, KV_PART = BLOCK * 128;
 constexpr int Q_BYTES = SIZE_PARTS * Q_PART, K_BYTES = SIZE_PARTS * KV_PART, V_BYTES = WIDTH_PARTS * KV_PART;
 constexpr int CHUNK = 32, PITCH = CHUNK + 4; /* columns staged for stores, floats between staged rows */
+constexpr int JOINED = WIDTH + 4; /* floats of a row that the blocks of a cluster add up: its sums, the largest score, their total */
+static_assert(PACK == 1 || !MASKED, "a mask is of one head");
 
 RLX_FN void rlx_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory"); }
 RLX_FN void rlx_pass(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group + 1) : "memory"); }
 RLX_FN void rlx_group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 5) : "memory"); }
+RLX_FN void rlx_groups_sync() { asm volatile("bar.sync 8, %0;" ::"n"(GROUPS * 128) : "memory"); }
 RLX_FN uint32_t rlx_pair(float low, float high) {
   uint32_t out;
   asm("cvt.rn." NARROW "x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
@@ -26,20 +31,20 @@ template <int N> RLX_FN void rlx_ready(float (&x)[N]) {
   for (int n = 0; n < N; n++) asm volatile("" : "+f"(x[n])::"memory");
 }
 
-/* A tile of queries: row0 + 64 * GROUPS rows of head h of batch b. They see keys [low, end); `first`: position of query 0. */
+/* A tile: TILE_QUERIES queries from row0 on of heads h to h + PACK of batch b; row r of a group is query r / PACK of head r % PACK.
+   They see keys [low, end), of those that are the block's; `first`: position of query 0. */
 struct rlx_queries { int b, h, row0, low, end, first; };
 
 /* Blocks take tiles in turns; -1: there are no more. Within a band of heads, whose keys stay in the L2 cache, tiles with more keys
    come first. */
 RLX_FN int rlx_nth(int round) {
-  const int n = round * gridDim.x + blockIdx.x;
+  const int n = (round * gridDim.x + blockIdx.x) / PARTS;
   return n < TILES ? n : -1;
 }
 RLX_FN rlx_queries rlx_tile_at(int n) {
   const int band = n / (HEAD_BAND * DOWN) * HEAD_BAND, rest = n - band * DOWN;
-  const int heads = BATCH * HEADS - band < HEAD_BAND ? BATCH * HEADS - band : HEAD_BAND, down = rest / heads;
-  const int head = band + rest % heads;
-  return {head / HEADS, head % HEADS, (ORDERED ? DOWN - 1 - down : down) * TILE_ROWS, 0, KEYS, KEYS - QUERIES};
+  const int heads = PACKS - band < HEAD_BAND ? PACKS - band : HEAD_BAND, down = rest / heads, head = (band + rest % heads) * PACK;
+  return {head / HEADS, head % HEADS, (ORDERED ? DOWN - 1 - down : down) * TILE_QUERIES, 0, KEYS, KEYS - QUERIES};
 }
 template <class S> RLX_FN rlx_queries rlx_tile_of(int n, const S& start, rlx_status* status) {
   rlx_queries out = rlx_tile_at(n);
@@ -49,9 +54,14 @@ template <class S> RLX_FN rlx_queries rlx_tile_of(int n, const S& start, rlx_sta
     out.first = given < 0 ? 0 : given > KEYS - QUERIES ? KEYS - QUERIES : (int)given;
     out.end = out.first + QUERIES;
   }
-  const int high = out.row0 + TILE_ROWS < QUERIES ? out.row0 + TILE_ROWS : QUERIES;
+  const int high = out.row0 + TILE_QUERIES < QUERIES ? out.row0 + TILE_QUERIES : QUERIES;
   if (ORDERED) out.end = out.first + high;
   if (WINDOW && out.first + out.row0 - WINDOW + 1 > 0) out.low = (out.first + out.row0 - WINDOW + 1) / BLOCK * BLOCK;
+  if (PARTS > 1) {
+    const int count = (out.end - out.low + BLOCK - 1) / BLOCK, part = blockIdx.x % PARTS;
+    const int next = out.low + count * (part + 1) / PARTS * BLOCK;
+    out.low += count * part / PARTS * BLOCK, out.end = next < out.end ? next : out.end;
+  }
   return out;
 }
 
@@ -63,15 +73,18 @@ template <class S> RLX_FN void rlx_flash_copies(
   for (int round = 0, n; (n = rlx_nth(round)) >= 0; round++) {
     rlx_queries t = rlx_tile_at(n);
     if (round > 0) rlx_await(r.q_empty, (round - 1) & 1);
-    rlx_expect(r.q_full, Q_BYTES);
-    for (int p = 0; p < SIZE_PARTS; p++) rlx_load_box(r.q + p * Q_PART, map_q, r.q_full, p * 64, t.row0, t.h, t.b);
+    rlx_expect(r.q_full, SIZE_PARTS * TILE_QUERIES * PACK * 128);
+    for (int p = 0; p < SIZE_PARTS; p++)
+      for (int g = 0; g < GROUPS; g++)
+        rlx_load_box(r.q + p * Q_PART + g * 64 * 128, map_q, r.q_full, p * 64, 0, t.row0 + g * EACH, t.h / PACK, t.b);
     const auto keys = [&](int n0) {
       const int s = turn % STAGES;
       if (turn >= STAGES) rlx_await(r.k_empty + s, (turn / STAGES - 1) & 1);
       rlx_expect(r.k_full + s, K_BYTES);
       for (int p = 0; p < SIZE_PARTS; p++) rlx_load_box(r.k + s * K_BYTES + p * KV_PART, map_k, r.k_full + s, p * 64, n0, t.h / GROUP, t.b);
     };
-    constexpr bool AHEAD = POSITIONED && !WINDOW; /* the first keys are seen wherever the queries are: no wait for the position */
+    /* the first keys are seen wherever the queries are: no wait for the position */
+    constexpr bool AHEAD = POSITIONED && !WINDOW && PARTS == 1;
     if (AHEAD) keys(0);
     t = rlx_tile_of(n, start, status);
     for (int n0 = t.low; n0 < t.end; n0 += BLOCK, turn++) {
@@ -96,13 +109,14 @@ template <class M> RLX_FN void rlx_look(uint32_t (&seen)[BLOCK / 32], const rlx_
 #endif
 }
 
-/* Scores become NEVER where a query does not see a key. A thread has columns 8 * c + lane % 4 * 2 + {0, 1} of rows m0 and m0 + 8. */
+/* Scores become NEVER where a query does not see a key. A thread has columns 8 * c + lane % 4 * 2 + {0, 1} of rows `row` and row + 8
+   of its group, whose first query is m0. */
 template <class M> RLX_FN void rlx_hide(
-    float (&s)[BLOCK / 2], const rlx_queries& t, int n0, int m0, const uint32_t (&keys)[BLOCK / 32], const M* mask) {
+    float (&s)[BLOCK / 2], const rlx_queries& t, int n0, int m0, int row, const uint32_t (&keys)[BLOCK / 32], const M* mask) {
   const int column = n0 + threadIdx.x % 4 * 2;
   #pragma unroll
   for (int i = 0; i < 2; i++) {
-    const int m = m0 + i * 8, at = t.first + m;
+    const int m = m0 + (row + i * 8) / PACK, at = t.first + m;
     const int end = (ORDERED && at + 1 < t.end ? at + 1 : t.end) - column, low = WINDOW ? at - WINDOW + 1 - column : 0;
     #pragma unroll
     for (int c = 0; c < BLOCK / 8; c++)
@@ -115,11 +129,11 @@ template <class M> RLX_FN void rlx_hide(
         bool seen = c * 8 + j < end && (!WINDOW || c * 8 + j >= low);
 #endif
 #if MASKED && !KEYS_LOOKED_UP
-        const int row = m < QUERIES ? m : 0, n = column + c * 8 + j < KEYS ? column + c * 8 + j : 0;
+        const int query = m < QUERIES ? m : 0, n = column + c * 8 + j < KEYS ? column + c * 8 + j : 0;
 #if MASKED == 1
-        seen = seen && mask[MASK_AT(t.b, t.h, row, n)];
+        seen = seen && mask[MASK_AT(t.b, t.h, query, n)];
 #else
-        x = fmaf(rlx_wide(mask[MASK_AT(t.b, t.h, row, n)]), LOG2E, x);
+        x = fmaf(rlx_wide(mask[MASK_AT(t.b, t.h, query, n)]), LOG2E, x);
 #endif
 #endif
         x = seen ? x : NEVER;
@@ -129,13 +143,13 @@ template <class M> RLX_FN void rlx_hide(
 
 /* Scores to weights, with the largest score and the sum of each row so far; `keep`: the factor of earlier sums. */
 template <class M> RLX_FN void rlx_weights(
-    float (&s)[BLOCK / 2], float (&top)[2], float (&total)[2], float (&keep)[2], const rlx_queries& t, int n0, int m0, int group,
+    float (&s)[BLOCK / 2], float (&top)[2], float (&total)[2], float (&keep)[2], const rlx_queries& t, int n0, int m0, int row,
     const uint32_t (&keys)[BLOCK / 32], const M* mask) {
   #pragma unroll
   for (int n = 0; n < BLOCK / 2; n++) s[n] = rlx_score_of(s[n]);
-  const int first = t.row0 + group * 64;
-  const int every = ORDERED ? t.first + first + 1 : t.end; /* keys that all rows of the group see, if they are not too early */
-  if (MASKED || n0 + BLOCK > every || (WINDOW && n0 <= t.first + first + 63 - WINDOW)) rlx_hide(s, t, n0, m0, keys, mask);
+  const int first = t.first + m0; /* the position of the group's first query */
+  const int every = ORDERED ? first + 1 : t.end; /* keys that all rows of the group see, if they are not too early */
+  if (MASKED || n0 + BLOCK > every || (WINDOW && n0 <= first + EACH - 1 - WINDOW)) rlx_hide(s, t, n0, m0, row, keys, mask);
   #pragma unroll
   for (int i = 0; i < 2; i++) {
     float best[2] = {top[i], s[i * 2 + 1]}; /* two chains */
@@ -156,6 +170,54 @@ template <class M> RLX_FN void rlx_weights(
       }
     total[i] = fmaf(total[i], keep[i], sum[0] + sum[1]);
   }
+}
+
+/* The blocks of a cluster have the keys of the same rows in parts. Each adds up the sums of some rows, in the order of the keys. */
+template <class F> RLX_FN void rlx_join(
+    float* own, const float (&sums)[WIDTH / 2], const float (&top)[2], const float (&total)[2], const rlx_queries& t, int group,
+    const F& put, bool stopped) {
+  const int row0 = group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+  constexpr int COLUMNS = VECTOR > 4 ? VECTOR : 4, ACROSS = WIDTH / COLUMNS; /* of a thread; threads of a row */
+  rlx_groups_sync(); /* the ring is read no more */
+  #pragma unroll
+  for (int i = 0; i < 2; i++) {
+    float* const to = own + (row0 + i * 8) * JOINED;
+    #pragma unroll
+    for (int c = 0; c < WIDTH / 8; c++) *(float2*)(to + c * 8 + column) = make_float2(sums[c * 4 + i * 2], sums[c * 4 + i * 2 + 1]);
+    if (column == 0) *(float4*)(to + WIDTH) = make_float4(top[i], total[i], 0, 0);
+  }
+  rlx_cluster_barrier();
+  for (int e = threadIdx.x - 128; !stopped && e < (TILE_ROWS + PARTS - 1) / PARTS * ACROSS; e += GROUPS * 128) {
+    const int row = e / ACROSS * PARTS + blockIdx.x % PARTS, d = e % ACROSS * COLUMNS;
+    const int r = row % 64, m = t.row0 + row / 64 * EACH + r / PACK;
+    if (row >= TILE_ROWS || r >= EACH * PACK || m >= QUERIES) continue;
+    const float* const from = own + row * JOINED;
+    float4 known[PARTS], sum[COLUMNS / 4] = {};
+    float best = NEVER, all = 0;
+    #pragma unroll
+    for (int p = 0; p < PARTS; p++) known[p] = rlx_from_block((const float4*)(from + WIDTH), p), best = fmaxf(best, known[p].x);
+    const float base = best == NEVER ? 0 : best * FACTOR;
+    #pragma unroll
+    for (int p = 0; p < PARTS; p++) {
+      const float keep = rlx_exp2(fmaf(known[p].x, FACTOR, -base));
+      all = fmaf(known[p].y, keep, all);
+      #pragma unroll
+      for (int c = 0; c < COLUMNS / 4; c++) {
+        const float4 x = rlx_from_block((const float4*)(from + d) + c, p);
+        sum[c].x = fmaf(x.x, keep, sum[c].x), sum[c].y = fmaf(x.y, keep, sum[c].y);
+        sum[c].z = fmaf(x.z, keep, sum[c].z), sum[c].w = fmaf(x.w, keep, sum[c].w);
+      }
+    }
+    const float scale = all == 0 ? 0 : 1 / all;
+    float out[COLUMNS];
+    #pragma unroll
+    for (int c = 0; c < COLUMNS / 4; c++)
+      out[c * 4] = sum[c].x * scale, out[c * 4 + 1] = sum[c].y * scale, out[c * 4 + 2] = sum[c].z * scale,
+               out[c * 4 + 3] = sum[c].w * scale;
+    #pragma unroll
+    for (int c = 0; c < COLUMNS; c += VECTOR) put(t.b, t.h + r % PACK, m, d + c, out + c);
+  }
+  rlx_meet_cluster(); /* none ends while others read its memory */
 }
 
 /* Values of keys that no query of the tile sees become 0: a product of 0 and NaN is NaN. */
@@ -189,7 +251,8 @@ RLX_FN void rlx_narrow(uint32_t (&p)[BLOCK / 16][4], const float (&s)[BLOCK / 2]
   for (int n = 0; n < BLOCK / 4; n++) p[n / 4][n % 4] = rlx_pair(s[n * 2], s[n * 2 + 1]);
 }
 
-template <class S, class M, class F> RLX_FN void rlx_flash_sums(const rlx_ring& r, float* staged, const S& start, const M* mask, const F& put) {
+template <class S, class M, class F> RLX_FN void rlx_flash_sums(
+    const rlx_ring& r, float* staged, const S& start, const M* mask, const F& put, bool stopped) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128 - 1, 0);  /* in a uniform register */
   const unsigned char* const q = r.q + group * 64 * 128;
@@ -198,7 +261,7 @@ template <class S, class M, class F> RLX_FN void rlx_flash_sums(const rlx_ring& 
   int turn = 0;
   for (int round = 0, n; (n = rlx_nth(round)) >= 0; round++) {
     const rlx_queries t = rlx_tile_of(n, start, (rlx_status*)0);
-    const int m0 = t.row0 + group * 64 + warp * 16 + lane / 4;
+    const int m0 = t.row0 + group * EACH, row = warp * 16 + lane / 4;
     float top[2] = {NEVER, NEVER}, total[2] = {0, 0}, keep[2], sums[WIDTH / 2], s[BLOCK / 2];
     uint32_t keys[BLOCK / 32];
     uint32_t p[BLOCK / 16][4];
@@ -223,7 +286,7 @@ template <class S, class M, class F> RLX_FN void rlx_flash_sums(const rlx_ring& 
       rlx_products_wait<0>();
       rlx_ready(s);
       release(r.k_empty + turn % STAGES);
-      rlx_weights(s, top, total, keep, t, t.low, m0, group, keys, mask);
+      rlx_weights(s, top, total, keep, t, t.low, m0, row, keys, mask);
       rlx_narrow(p, s);
       turn++;
       int n0 = t.low + BLOCK;
@@ -236,7 +299,7 @@ template <class S, class M, class F> RLX_FN void rlx_flash_sums(const rlx_ring& 
         rlx_products_wait<1>();
         rlx_ready(s);
         release(r.k_empty + turn % STAGES);
-        rlx_weights(s, top, total, keep, t, n0, m0, group, keys, mask);
+        rlx_weights(s, top, total, keep, t, n0, m0, row, keys, mask);
         rlx_products_wait<0>();
         rlx_ready(sums);
         release(r.v_empty + (turn - 1) % STAGES);
@@ -256,6 +319,10 @@ template <class S, class M, class F> RLX_FN void rlx_flash_sums(const rlx_ring& 
       total[i] += rlx_from(total[i], 32, 2);
       keep[i] = 1 / total[i];
     }
+    if constexpr (PARTS > 1) { /* of one tile */
+      rlx_join((float*)r.k, sums, top, total, t, group, put, stopped);
+      return;
+    }
     #pragma unroll
     for (int c = 0; c < WIDTH / 2; c++) sums[c] = total[c / 2 % 2] == 0 ? 0 : sums[c] * keep[c / 2 % 2];
     #pragma unroll
@@ -269,8 +336,8 @@ template <class S, class M, class F> RLX_FN void rlx_flash_sums(const rlx_ring& 
       __syncwarp();
       #pragma unroll 1
       for (int e = lane * VECTOR; e < 16 * CHUNK; e += 32 * VECTOR) {
-        const int m = t.row0 + group * 64 + warp * 16 + e / CHUNK, d = chunk + e % CHUNK;
-        if (m < QUERIES && d < WIDTH) put(t.b, t.h, m, d, staged + e / CHUNK * PITCH + e % CHUNK);
+        const int at = warp * 16 + e / CHUNK, m = m0 + at / PACK, d = chunk + e % CHUNK;
+        if (at < EACH * PACK && m < QUERIES && d < WIDTH) put(t.b, t.h + at % PACK, m, d, staged + e / CHUNK * PITCH + e % CHUNK);
       }
       __syncwarp();
     }
@@ -278,7 +345,10 @@ template <class S, class M, class F> RLX_FN void rlx_flash_sums(const rlx_ring& 
 }
 
 template <class S, class M, class F> RLX_FN void rlx_flash(
-    const rlx_map* map_q, const rlx_map* map_k, const rlx_map* map_v, unsigned char* shared, const S& start, const M* mask, const F& put, rlx_status* status) {
+    const rlx_map* map_q, const rlx_map* map_k, const rlx_map* map_v, unsigned char* shared, const S& start, const M* mask,
+    const F& put, rlx_status* status, const int* halt) {
+  const bool stopped = rlx_halted(halt);
+  if (PARTS == 1 && stopped) return; /* no block of a cluster ends before the others have read its memory */
   rlx_ring r;
   r.q = shared, r.k = r.q + Q_BYTES, r.v = r.k + STAGES * K_BYTES;
   float* const staged = (float*)(r.v + STAGES * V_BYTES);
@@ -298,6 +368,6 @@ template <class S, class M, class F> RLX_FN void rlx_flash(
     if (threadIdx.x == 0) rlx_flash_copies(r, map_q, map_k, map_v, start, status);
   } else {
     if constexpr (GROUPS > 1) rlx_take<TAKEN>();
-    rlx_flash_sums(r, staged + (threadIdx.x / 32 - 4) * 16 * PITCH, start, mask, put);
+    rlx_flash_sums(r, staged + (threadIdx.x / 32 - 4) * 16 * PITCH, start, mask, put, stopped);
   }
 }

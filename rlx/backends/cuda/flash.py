@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from rlx.backends.cuda.attention import NARROW, AttentionLaunch, AttentionWriter, header, in_chunks, native_of, stored_width
-from rlx.backends.cuda.render import BEGIN
+from rlx.backends.cuda import attention
+from rlx.backends.cuda.attention import NARROW, PAIR, AttentionLaunch, AttentionWriter, header, in_chunks, native_of
 from rlx.backends.cuda.schedule import TensorMap
 from rlx.ir.kernel import Kernel, Native, View
+from rlx.ir.ops.attention import AttentionAttrs
 from rlx.records import record
 
-ROWS = 64  # queries of a warp group
+ROWS = 64  # of a warp group: queries of a head, or of the heads that share a key head
 LEAST_QUERIES, LEAST_ODD = 48, 17  # the latter where other tensor core kernels do not take the size of a head
 CHUNK = 32  # columns staged for stores
 SHARED = 227 << 10
+PARTS = (2, 3, 4, 6, 8)  # blocks of a cluster, which share the keys of a tile
+# Costs in keys that a block multiplies by the rows of one group meanwhile, fitted to the times of 47 shapes on an H200.
+PAIRED, FIRST = 1.3, 300  # two groups by one; what both do before the one can hide the other
+JOIN, JOINED = 100, 30  # a cluster adds up its sums: whatever they are, and for each group and block
 L2_BYTES = 32 << 20  # of keys and values that blocks at work share
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}  # groups: registers of a copying thread, and of the others
 
 
 @record
 class Shape:
-    """The shape of a tile: warp groups of 64 queries, keys per block, blocks of keys in the ring."""
+    """The shape of a tile: warp groups of 64 rows, keys per block, blocks of keys in the ring; heads that share a key head, whose
+    queries are rows of one tile; blocks of a cluster, which share its keys."""
 
     groups: int
     block: int
     stages: int
+    pack: int = 1
+    parts: int = 1
+
+    def tiles(self, q: View) -> int:
+        batch, heads, queries, _ = q.dims
+        return batch * heads // self.pack * -(-queries // (ROWS // self.pack * self.groups))
 
 
 def shape_of(size: int, queries: int, tiles: int, multiprocessors: int) -> Shape:
@@ -32,6 +45,29 @@ def shape_of(size: int, queries: int, tiles: int, multiprocessors: int) -> Shape
     alone = queries <= ROWS or tiles <= multiprocessors  # groups of their own multiprocessors do not wait for each other
     groups = 1 if alone else 3 if size <= 64 and queries > 1024 else 2
     return Shape(groups, 64 if size > 128 else 128, 2)
+
+
+def of_few(native: Native, whole: Shape, multiprocessors: int) -> Shape:
+    """`whole`, or a shape for queries so few that its tiles would be mostly empty, or do not fill the GPU."""
+    q, (_, shared, keys, _), attrs = native.inputs[0], native.inputs[1].dims, native.attrs
+    assert isinstance(attrs, AttentionAttrs)
+    _, heads, queries, _ = q.dims
+    together = max(1, heads // max(1, shared))
+    pack = 1 if attrs.masked or keys <= whole.block or together > ROWS else together
+    packed = [replace(whole, groups=groups, pack=pack) for groups in ((1, 2) if queries > ROWS // pack else (1,))]
+    seen = max(queries, keys // 2) if attrs.positioned else keys  # a cache may be nearly empty
+    seen = min(seen, queries + attrs.window) if attrs.window else seen
+
+    def cost(at: Shape) -> float:
+        rounds, blocks = -(-at.tiles(q) * at.parts // multiprocessors), -(-seen // (at.block * at.parts))
+        time = rounds * blocks * at.block * (PAIRED if at.groups > 1 else 1) + (FIRST if at.groups > 1 else 0)
+        return time + (JOIN + JOINED * at.groups * at.parts if at.parts > 1 else 0)
+
+    def fits(at: Shape) -> bool:
+        return at.tiles(q) * at.parts <= (multiprocessors if at.parts == PAIR else multiprocessors * 3 // 4)
+
+    alone = packed if pack > 1 and queries < LEAST_QUERIES else [whole]
+    return min([*alone, *(at for shape in packed for n in PARTS if fits(at := replace(shape, parts=n)))], key=cost)
 
 
 @record
@@ -42,7 +78,7 @@ class FlashLaunch(AttentionLaunch):
 
     @property
     def blocks(self) -> int:
-        return min(self.multiprocessors, self.tiles)
+        return self.tiles * self.parts if self.parts > 1 else min(self.multiprocessors, self.tiles)
 
     @property
     def maps(self) -> tuple[TensorMap, ...]:
@@ -56,28 +92,42 @@ def launch(kernel: Kernel, multiprocessors: int = 132) -> FlashLaunch | None:
     q, k, v = native.inputs[:3]
     (batch, heads, queries, size), width = q.dims, v.dims[3]
     names = {x.buffer.dtype.name for x in (q, k, v)}
-    least = LEAST_ODD if size % 16 or width % 16 else LEAST_QUERIES
-    if native.op != "attention" or queries < least or size % 8 or width % 8 or len(names) > 1 or not names <= {*NARROW}:
+    if native.op != "attention" or size % 8 or width % 8 or len(names) > 1 or not names <= {*NARROW}:
         return None
     if not all(in_chunks(x) and all(s or n == 1 for s, n in zip(x.strides, x.dims)) for x in (q, k, v)):
         return None
     shape = shape_of(max(size, width), queries, batch * heads * -(-queries // ROWS), multiprocessors)
+    shape = of_few(native, shape, multiprocessors)
+    least = LEAST_ODD if size % 16 or width % 16 else LEAST_QUERIES
+    if shape.parts * shape.pack > 1:  # decode.h has fewer rows
+        least = attention.TILE // shape.pack + 1
+    if queries < least:
+        return None
     tall = ROWS * shape.groups
-    maps = tuple(_map(kernel, x, rows) for x, rows in ((q, tall), (k, shape.block), (v, shape.block)))
+    maps = (_map_of_queries(kernel, q, shape.pack), *(_map(kernel, x, shape.block) for x in (k, v)))
     parts, threads = (-(-size // 64), -(-width // 64)), 128 * (1 + shape.groups)
     ring = 128 * (parts[0] * tall + sum(parts) * shape.block * shape.stages) + 4 * shape.groups * 16 * (CHUNK + 4) * 4
+    joined = 128 * parts[0] * tall + 4 * tall * (width + 4) if shape.parts > 1 else 0
     return FlashLaunch(
-        kernel, threads, threads, shared=ring + 8 * (2 + 4 * shape.stages), tall=tall,
-        tiles=batch * heads * -(-queries // tall), shape=shape, multiprocessors=multiprocessors, tensors=maps,
+        kernel, threads, threads, shared=max(ring + 8 * (2 + 4 * shape.stages), joined), tall=tall,
+        tiles=shape.tiles(q), parts=shape.parts, shape=shape, multiprocessors=multiprocessors, tensors=maps,
     )  # fmt: skip
 
 
-def _map(kernel: Kernel, x: View, rows: int) -> TensorMap:
-    item, (batch, heads, length, size) = x.buffer.dtype.itemsize, x.dims
-    strides = [s * item if n > 1 else 16 for s, n in zip(x.strides[2::-1], x.dims[2::-1])]
-    argument = kernel.buffers.index(x.buffer)
+def _map_of_queries(kernel: Kernel, q: View, pack: int) -> TensorMap:
+    """A box has the rows of a warp group."""
+    (batch, heads, length, size), (s_batch, s_head, s_row, _) = q.dims, q.strides
+    apart = View(q.buffer, (batch, heads // pack, length, pack, size), (s_batch, s_head * pack, s_row, s_head, 1), q.offset)
+    return _map(kernel, apart, pack, ROWS // pack)
+
+
+def _map(kernel: Kernel, x: View, *rows: int) -> TensorMap:
+    """`rows`: of a box, from the innermost axis of them out."""
+    item = x.buffer.dtype.itemsize
+    strides = [s * item if n > 1 else 16 for s, n in zip(x.strides[-2::-1], x.dims[-2::-1])]
+    box = (64, *rows, *(1,) * (len(x.dims) - 1 - len(rows)))
     return TensorMap(
-        argument, x.offset * item, x.buffer.dtype.name, (size, length, heads, batch), tuple(strides), (64, rows, 1, 1)
+        kernel.buffers.index(x.buffer), x.offset * item, x.buffer.dtype.name, x.dims[::-1], tuple(strides), box
     )
 
 
@@ -91,22 +141,23 @@ class FlashWriter(AttentionWriter):
         native, at = native_of(self.kernel), self.launch
         assert native is not None
         arguments = ", ".join(self.arguments())
-        dtype, vector = native.inputs[0].buffer.dtype.name, stored_width(native, 8)
+        dtype, vector = native.inputs[0].buffer.dtype.name, attention.stored_width(native, 8)
         lines = [*self.constants(native), *self.shape(native, vector), header("softmax.h"), header("hopper.h")]
         lines += [*product_functions(at.shape.block, native.inputs[2].dims[3], dtype), header("flash.h")]
-        lines += [f'extern "C" __global__ void __launch_bounds__({at.threads}, 1)', f"{name}({arguments}) {{", BEGIN]
-        lines += ["  extern __shared__ __align__(1024) unsigned char shared[];", *self.put(native, vector)]
+        cluster = f"__cluster_dims__({at.parts}) " if at.parts > 1 else ""
+        lines += [f'extern "C" __global__ void {cluster}__launch_bounds__({at.threads}, 1)', f"{name}({arguments}) {{"]
+        lines += ["  rlx_begin();", "  extern __shared__ __align__(1024) unsigned char shared[];", *self.put(native, vector)]
         lines += [f"  const auto start = [&](int b) -> int64_t {{ return {self.start(native, 'b')}; }};"]
-        lines.append(f"  rlx_flash(&map_q, &map_k, &map_v, shared, start, {self.mask(native)}, put, {self.status});")
+        lines.append(f"  rlx_flash(&map_q, &map_k, &map_v, shared, start, {self.mask(native)}, put, {self.status}, halt);")
         return "\n".join([*lines, "}", ""])
 
     def shape(self, native: Native, vector: int) -> Iterator[str]:
         at, heads = self.launch.shape, native.inputs[0].dims[1]
         (_, shared, keys, width), size = native.inputs[2].dims, native.inputs[0].dims[3]
-        band = max(1, L2_BYTES // (2 * keys * (size + width))) * (heads // shared)
+        band = max(1, L2_BYTES // (2 * keys * (size + width))) * (heads // shared) // at.pack
         kept, taken = REGISTERS[at.groups]
         values = {"HEAD_BAND": band, "VECTOR": vector}
-        values |= {"GROUPS": at.groups, "BLOCK": at.block, "STAGES": at.stages}
+        values |= {"GROUPS": at.groups, "BLOCK": at.block, "STAGES": at.stages, "PACK": at.pack}
         yield from (f"#define {name} {value}" for name, value in {**values, "KEPT": kept, "TAKEN": taken}.items())
 
 
