@@ -288,6 +288,7 @@ NORMS = {  # of long rows: op, dims, dtype; exchanges of a row; None: no cluster
     "few rows": (lambda x, y, a, b: rlx.layer_norm(x, a, b), (30, 50_304), "bf16", None),
     "short rows": (lambda x, y, a, b: rlx.layer_norm(x, a, b), (30_000, 2560), "bf16", None),
     "vectors of too few bytes": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), (1334, 50_305), "bf16", None),
+    "and of few": (lambda x, y, a, b: rlx.layer_norm(x, a, b), (5000, 16_386), "bf16", None),
     "rows that begin anywhere": (lambda x, y, a, b: rlx.layer_norm(x, a, b), (1334, 50_257), "f32", None),
     "no params": (lambda x, y, a, b: rlx.layer_norm(x), (5000, 12_288), "bf16", 1),
     "no params, and 32 bits": (lambda x, y, a, b: rlx.softmax(x), (5000, 12_288), "f32", None),

@@ -30,7 +30,7 @@ LEAST = {2: 16 << 10, 4: 40 << 10}  # bytes read and written of a row, at least,
 PLAIN = 48 << 10  # bytes of a row without parameters, at most
 CACHED, CACHED_ROW = 80 << 20, 40 << 10  # bytes of all rows that the second-level cache keeps; of a row, then, at least
 TURNS = 3  # rows of a cluster, at least
-WORD = 4  # bytes of the least copy
+LEAST_COPY, SHORT_ROW = (8, 4), 80 << 10  # bytes: of a vector, at least, in rows of less than so many, and in longer ones
 LINE = 128  # bytes: parts of rows that begin elsewhere touch another line of the cache
 DRAWN = 2  # words: how many rows clusters have drawn, and how many clusters are done
 ANY = 1 << 30  # registers
@@ -100,7 +100,7 @@ def _rows(at: Launch) -> tuple[Kernel, Row, Loads, Loads] | None:
         return None
     row, loops = found[1], row_loops(kernel)
     given, kept = _loaded(at, kernel, row, loops) or ({}, {})
-    if not given or row.size * min(_sizes(kept | given)) < WORD:
+    if not given or row.size * min(_sizes(kept | given)) < LEAST_COPY[row.extent * sum(_sizes(given)) >= SHORT_ROW]:
         return None
     once, wide = sum(len(s.reduces) for s in loops) - len(_pairs(kernel)) == 1, max(_sizes(given))
     short = wide <= 2 and row.size * wide == BYTES and row.extent * sum(_sizes(given)) <= PLAIN
