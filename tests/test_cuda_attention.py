@@ -69,7 +69,7 @@ def test_some_queries_take_warp_groups_where_no_other_tensor_cores_have_their_he
         (64, 8192, (32, 8), (2, 4, 6, 96)),
         (256, 8192, (32, 8), (2, 4, 2, 128)),
         (200, 8192, (8, 8), (2, 1, 6, 96)),
-        (64, 256, (32, 8), (1, 1, 1, 32)),  # to add up sums would take longer than the keys
+        (64, 512, (32, 8), (1, 1, 1, 32)),  # to add up sums would take longer than the keys
         (16, 256, (32, 8), (1, 4, 1, 8)),
         (512, 8192, (32, 8), (2, 1, 1, 128)),  # the tiles fill the GPU
     ],
