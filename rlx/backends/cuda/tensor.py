@@ -49,26 +49,25 @@ HALF, TALL = 64, 256  # rows, of tiles with 128
 STREAMED = 40 << 20  # bytes of weights, from which on they leave the L2 cache before the next run
 AT_WORK = 8  # tiles of rows, or columns, that are walked together, so that blocks at work share operands in the L2 cache
 
-# Costs in clock cycles of a multiprocessor, fitted to the times of 89 products in 2 to 15 tilings each on an H200: the choice
-# takes 0.5% longer than the best of them on average.
+# Costs in clock cycles of a multiprocessor, fitted to the times of 91 products in 4 to 20 tilings each on an H200: the choice
+# takes 2% longer than the best of them on average.
 FLOPS = 4096  # multiply-adds of 16-bit floats count as two
 BYTES, LOADED = 58, 8  # by bulk copies and by threads, while all multiprocessors fetch
-ACROSS = 0.37  # of the bytes of boxes that begin inside a line of memory, in addition
+ACROSS = 0.385  # of the bytes of boxes that begin inside a line of memory, in addition
 SECTOR = 32  # bytes that memory gives at once
-BETWEEN_LINES, BETWEEN_SECTORS = 1.8, 2.3  # times as long for boxes whose rows begin between these, of long sums
+BETWEEN_LINES, BETWEEN_SECTORS = (1.17, 1.69), (2.15, 4.2)  # times as long for boxes whose rows begin there: short, long sums
 PASSED = 133  # bytes to and from shared memory
-LATENCY = 2230  # of a bulk copy, beside others
-EPILOGUE = 4.8, 2.3  # elements, of both multiplying groups and of one
-QUEUED, WRITTEN = 13.7, 5.1  # the same of results that leave by bulk copies, and of those copies
+LATENCY = 2320  # of a bulk copy, beside others
+EPILOGUE = 4.5, 2.4  # elements, of both multiplying groups and of one
+QUEUED, WRITTEN = 14.2, 5.1  # the same of results that leave by bulk copies, and of those copies
 COSTLY = 3.0  # times as long with an exponential or the like
 SINGLE = 2.4  # times as long for one group, of elements that are stored one by one
 START = 5000  # of a launch, before the first product
 NEXT = 1570  # from tile to tile
-EXCHANGE, GIVEN = 645, 3.46  # of sums between blocks: at least, and bytes
-HALVES = 2300  # of sums between groups, at least
+EXCHANGE, GIVEN = 645, 3.45  # of sums between blocks: at least, and bytes
+HALVES = 2400  # of sums between groups, at least
 SWAPPED = 1.35  # times as long for swapped tiles
-NARROW = 0.2  # how much longer than all that says: swapped tiles, the more the narrower
-OF_TALL, IN_TURNS = 1.02, 0.98  # times as long as that: tall ones, and those that groups take in turns
+NARROW = 0.19  # how much longer than all that says: swapped tiles, the more the narrower
 CLUSTERED = 7 / 8  # of the multiprocessors that clusters of more than 2 blocks take at once
 
 
@@ -166,8 +165,7 @@ class Tiling:
     @property
     def caution(self) -> float:
         """How much longer it takes than `cost` says, which was fitted to other tilings."""
-        swapped = 1 + NARROW * max(0.0, 1 - self.columns / 128) if self.swapped else 1.0
-        return swapped * (OF_TALL if self.rows == TALL else 1) * (IN_TURNS if self.turns else 1)
+        return 1 + NARROW * max(0.0, 1 - self.columns / 128) if self.swapped else 1.0
 
     def cost(self, c: Contract, points: int, multiprocessors: int, by_threads: bool = False) -> float:
         """An estimate in cycles: waves of tiles on all multiprocessors, and the parts that do not overlap with them."""
@@ -231,10 +229,11 @@ def depth(c: Contract) -> int:
 
 def slowness(c: Contract, o: Operand | Computed) -> float:
     """How many times as long copies of an operand's boxes take as those of whole lines."""
-    if not isinstance(o, Operand) or 1 not in (o.row_stride, o.col_stride) or -(-c.k // depth(c)) < SOME_STEPS:
+    if not isinstance(o, Operand) or 1 not in (o.row_stride, o.col_stride):
         return 1
     pitch = o.dtype.itemsize * max(o.row_stride, o.col_stride)
-    return BETWEEN_SECTORS if pitch % SECTOR else BETWEEN_LINES if pitch % LINE else 1
+    long = -(-c.k // depth(c)) >= SOME_STEPS
+    return BETWEEN_SECTORS[long] if pitch % SECTOR else BETWEEN_LINES[long] if pitch % LINE else 1
 
 
 def promoted(c: Contract) -> bool:
