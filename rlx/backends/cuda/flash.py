@@ -19,7 +19,7 @@ SHARED = 227 << 10
 PARTS = (2, 3, 4, 6, 8)  # blocks of a cluster, which share the keys of a tile
 # Costs in keys that a block multiplies by the rows of one group meanwhile, fitted to the times of 47 shapes on an H200.
 PAIRED, FIRST = 1.3, 300  # two groups by one; what both do before the one can hide the other
-JOIN, JOINED = 200, 30  # a cluster adds up its sums: whatever they are, and for each group and block
+JOIN, JOINED = 200, 30  # a cluster adds up its sums: twice what that takes, so that ties have none; for each group and block
 L2_BYTES = 32 << 20  # of keys and values that blocks at work share
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}  # groups: registers of a copying thread, and of the others
 
