@@ -28,12 +28,12 @@ def levels(graph: Graph, compilation: Compilation) -> Graph:
     if not any(n.op is OPS["pad"] or (n.op.kind is Kind.CONTRACT and len(contraction(n).a_sum) > 1) for n in nodes):
         return graph
     if not compilation.target.levels:
-        return graph.rebuild(_copied(graph, compilation))
+        return graph.rebuild(_copied(graph))
     padded = graph.rebuild(_rows_padded(graph))
     return padded.rebuild(_summed_in_order(padded, compilation))
 
 
-def _copied(graph: Graph, compilation: Compilation) -> NewNode:
+def _copied(graph: Graph) -> NewNode:
     places, copies = Places(graph), dict[Value, Value]()
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
@@ -43,7 +43,7 @@ def _copied(graph: Graph, compilation: Compilation) -> NewNode:
         layout, dims = places.locate(left)[1], left.shape.static
         apart = next(n for n in range(len(rows) + 1) if one_stride(layout, dims, rows[n:]))
         tall = not is_matrix(facts) or not apart or math.prod(dims[axis] for axis in rows[apart:]) >= TALL
-        if (tall and one_stride(layout, dims, axes)) or (graph.extent is None and compilation.target.windows(node, layout)):
+        if tall and one_stride(layout, dims, axes):
             return keep(node, inputs)
         copies.setdefault(left, copy(inputs[0]))  # type: ignore[arg-type]
         return keep(node, (copies[left], *inputs[1:]))

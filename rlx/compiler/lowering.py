@@ -368,16 +368,16 @@ def is_claimed_product(node: Node, facts: Facts) -> bool:
 def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     """Grid (batch dims, and row dims that share no stride) and the Contract with its epilogue and row passes."""
     facts, (left, right), dims = contraction(anchor), anchor.inputs[:2], b.group.dims
-    layout, sizes = b.places.locate(left)[1], left.shape.static
+    _, layout = b.places.locate(left)
     # the longest run of trailing row axes with a common stride; the others become grid axes
-    apart = next(n for n in range(len(facts.a_rows) + 1) if one_stride(layout, sizes, facts.a_rows[n:]))
-    in_levels = is_matrix(facts) and (b.facts.target.levels or not one_stride(layout, sizes, facts.a_sum))
-    apart = 0 if 0 in b.group.operands or in_levels else apart
+    apart = next(n for n in range(len(facts.a_rows) + 1) if one_stride(layout, left.shape.static, facts.a_rows[n:]))
+    apart = 0 if 0 in b.group.operands or (b.facts.target.levels and is_matrix(facts)) else apart
     batch, rows = len(facts.a_batch), facts.a_rows[apart:]
     grid, columns_at = _Points(b), len(dims) - len(facts.b_columns)
     points = [grid.place([axis]) for axis in range(batch + apart)]
     row_dims, column_dims = dims[batch + apart : columns_at], dims[columns_at:]
-    (i, j, point), count = map(K.Var, ("i", "j", "group")), None
+    i, j = K.Var("i"), K.Var("j")
+    point, count = K.Var("group"), None
     if facts.group < 0:
         first, m, each = grid.start(range(batch + apart, columns_at), b.facts.target.tile_rows)
         if each:

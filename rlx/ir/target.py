@@ -94,7 +94,6 @@ class Target:
     `widens`: dtypes of operands, left and right ("bf16 f8e4m3"), of contractions that read the right one in its own dtype.
     `levels`: contractions read a left operand whose rows and columns lie in levels (Operand.row_levels), where it lies; without
     it, such an operand is copied first.
-    `windows(node, layout)`: the same of this contraction, whose left operand lies so, where `levels` is not set.
     `control`: steps of a program run as often as its data says (Program.bodies); without it, control flow is decomposed.
     `part_columns`: columns over which a product can store sums of squares, of which the next product makes the factors of rows
     (rlx/compiler/factors.py); 0: never. `factors(product, reader)`: True if these two kernels, which do so, are faster than
@@ -133,7 +132,6 @@ class Target:
     splits: Mapping[str, Callable[[Node], Value | tuple[Value, ...] | None]] = field(default_factory=dict, compare=False)
     unclaimed: Mapping[str, Callable[[Node], Value | None]] = field(default_factory=dict, compare=False)
     levels: bool = False
-    windows: Callable[..., bool] = field(default=_never_both, compare=False)
     control: bool = False
     quick: frozenset[str] = frozenset()  # narrow floats that contractions are fast in, besides those that features name
     followed: frozenset[str] = frozenset()

@@ -13,7 +13,7 @@ from functools import cache, partial
 from threading import Thread
 from typing import Any
 
-from rlx.backends.cuda import attention, direct, gemv_blocks, gemv_ring, scatter, segments, splits, turned, variances, windows
+from rlx.backends.cuda import attention, direct, gemv_blocks, gemv_ring, scatter, segments, splits, turned, variances
 from rlx.backends.cuda.code import (
     CudaCode,
     capability_of,
@@ -217,7 +217,7 @@ def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
             "attention": splits.attention, "conv": direct.split, "top_k": splits.top_k, "softmax": softmax,
             "log_softmax": softmax, "variance": variances.split,
         },
-        unclaimed={"attention": splits.large_heads}, windows=partial(windows.reads, arch),
+        unclaimed={"attention": splits.large_heads},
     )  # fmt: skip
 
 

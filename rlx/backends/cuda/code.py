@@ -46,9 +46,8 @@ from rlx.backends.cuda.thresholds import ThresholdLaunch, ThresholdWriter, thres
 from rlx.backends.cuda.transpose import TileLaunch, TileTransposer, in_tiles
 from rlx.backends.cuda.warps import WarpLaunch, WarpWriter, on_warps
 from rlx.backends.shared.codes import whole
-from rlx.backends.shared.contract_loops import without_contract
 from rlx.errors import CompileError
-from rlx.ir.kernel import Contract, Kernel, Operand
+from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import Program
 from rlx.records import record
@@ -142,8 +141,6 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
         return found
     if arch == "sm_90a" and (found := on_tensor_cores(kernel)):
         return found
-    if any(isinstance(s, Contract) and isinstance(s.a, Operand) and s.a.row_levels + s.a.col_levels for s in kernel.body):
-        kernel = without_contract(kernel)  # the other kernels take operands of one stride
     packed = None if blocks and blocks.plain else blocks
     other = packed or on_warps(kernel, capability=capability)
     sums = None if other else in_sums(kernel)

@@ -23,7 +23,6 @@ from rlx.backends.cuda.blocks import turn_of
 from rlx.backends.cuda.schedule import Launch, Segments, TensorMap, busy_points
 from rlx.backends.cuda.tensor_rows import LEAST_COLUMNS, LEAST_ROWS, PART, Parts, factor_of, parts_of, unscaled
 from rlx.backends.cuda.vectors import aligned, width
-from rlx.backends.cuda.windows import Windows, of_contract
 from rlx.ir.dtype import as_dtype, f32
 from rlx.ir.kernel import Alu, Computed, Const, Contract, Expr, Kernel, Operand, Store, Var, coefficient, const, walk
 from rlx.ir.nest import substitute
@@ -84,7 +83,6 @@ class Side:
     axes: tuple[Var, ...] = ()
     raw: bool = False
     start: Expr | None = None  # the first row
-    windows: Windows | None = None  # that the rows are
 
 
 @record
@@ -283,8 +281,7 @@ class TensorLaunch(Launch):
     def contract(self) -> Contract:
         c = _contract(self.kernel)
         assert c is not None
-        c = unscaled(exchanged(c) if self.tiling.swapped else c)
-        return replace(c, m=self.sides[0].windows.covered) if self.sides[0].windows else c
+        return unscaled(exchanged(c) if self.tiling.swapped else c)
 
     @property
     def maps(self) -> tuple[TensorMap, ...]:
@@ -373,9 +370,6 @@ def on_tensor_cores(
     c = unscaled(c)
     if not (isinstance(c.a, Operand) and isinstance(c.b, Operand)) or kind(c) not in KINDS:
         return None
-    if c.a.row_levels or c.a.col_levels:
-        if kernel.grid or kernel.limits or c.rows or c.before or c.count is not None or _seen(c) is None:
-            return None
     if c.a.panel or c.b.panel or (c.b.blocks and not _rounded(kernel, c.a, c.b)):
         return None
     if any(x.var is not c.i for x in kernel.limits):
@@ -401,11 +395,6 @@ def on_tensor_cores(
         kernel, threads, threads, shared=shared, tiling=tiling, sides=(a, b), multiprocessors=multiprocessors, segments=segments,
         results=results, parts_of_rows=parts,
     )  # fmt: skip
-
-
-def _seen(c: Contract) -> Windows | None:
-    """The windows that the rows of the left operand are."""
-    return of_contract(c, _constant(c.a.offset, ())) if isinstance(c.a, Operand) else None
 
 
 def kind(c: Contract) -> tuple[str, str, str]:
@@ -439,7 +428,7 @@ def _tiling(
     """The cheapest tiling. The summed axis is shared only by the last tile of each block; not with `segments`, whose tiles have
     as many rows as the product."""
     assert isinstance(c.a, Operand) and isinstance(c.b, Operand)
-    points, seen = busy_points(kernel, segments), _seen(c)
+    points = busy_points(kernel, segments)
     a = _side(kernel, c, c.a, 64, c.a.row_stride, c.a.col_stride, 64, segments)
     b = _side(kernel, c, c.b, 64, c.b.col_stride, c.b.row_stride, 64, segments)
     copied = a.tensor is not None and b.tensor is not None
@@ -447,11 +436,10 @@ def _tiling(
     most = 128 if not copied else 192 if c.tf32 else 256  # columns, where threads take part
     plain = copied and not b.raw and not segments and _is_plain(kernel, c)
     long = -(-c.k // depth(c)) >= SOME_STEPS
-    c = replace(c, m=seen.covered) if seen else c
     of = (c, exchanged(c) if plain else c)
 
     def fits(t: Tiling) -> bool:
-        if (not (plain and long) and (t.swapped or t.rows == TALL)) or (t.swapped and seen):
+        if not (plain and long) and (t.swapped or t.rows == TALL):
             return False
         if (not plain and t.columns % 16) or (parts and not has_parts(t)):
             return False
@@ -515,7 +503,7 @@ def _results(kernel: Kernel, c: Contract, segments: Segments | None) -> Side | N
     if not isinstance(s, Store) or s.value is not c.acc or s.guard is not None or s.buffer.dtype.name not in ("f16", "bf16"):
         return None
     stride = coefficient(s.index, c.i)
-    if coefficient(s.index, c.j) != 1 or stride is None or _seen(c) or itemsize(c) != 2 or c.acc.dtype != f32:
+    if coefficient(s.index, c.j) != 1 or stride is None or itemsize(c) != 2 or c.acc.dtype != f32:
         return None
     if kernel.limits or segments or c.count is not None or c.also is not None:
         return None
@@ -536,11 +524,6 @@ def _side(
 ) -> Side:
     """`size` rows (or columns) `stride` elements apart, of elements `step` apart."""
     start, grid = None, kernel.grid
-    if o is c.a and (seen := _seen(c)):
-        first, item, channels = _constant(o.offset, ()) or 0, o.dtype.itemsize, seen.channels
-        dims, box = (channels, seen.positions), (depth(c), tile)
-        tensor = TensorMap(kernel.buffers.index(o.buffer), first * item, o.dtype.name, dims, (channels * item,), box)
-        return Side(True, tensor, windows=seen)
     if segments and o is c.a and segments.start is not None:
         start, size, o = segments.start, segments.all_rows, replace(o, offset=const(segments.base))
     elif segments:

@@ -9,7 +9,6 @@ from rlx.backends.cuda.rows import key_of
 from rlx.backends.cuda.tensor import CHUNK, GROUP, TensorLaunch
 from rlx.backends.cuda.tensor_rows import PART, Parts
 from rlx.backends.cuda.vectors import loads, width
-from rlx.backends.cuda.windows import Windows
 from rlx.ir.dtype import f32
 from rlx.ir.kernel import Contract, Load, Loop, Store, Var, walk
 
@@ -228,33 +227,17 @@ class TileEnds(CudaWriter):
         self.line(f"const int first_row = row0 + {group}piece / {pieces.each} * 64{'' if t.swapped else ' + warp % 4 * 16'};")
         self.line(f"const int first_column = {first} + piece % {pieces.each} * {pieces.wide};")
 
-    def place_elements(self, c: Contract, pieces: Pieces, of_columns: bool = False) -> str:
-        """Names the row of the elements from `e` on; their first column. `of_columns`: their rows do not matter, but follow those
-        of later rounds, so that none of these has elements where this one has not."""
+    def place_elements(self, c: Contract, pieces: Pieces) -> str:
+        """Names the row of the elements from `e` on; their first column."""
         i, j = self.fresh("i"), self.fresh("j")
         row, column = pieces.place
         self.line(f"const rlx_index {i} = first_row + {row}, {j} = first_column + {column};")
         self.line(f"if ({i} >= {self.most} || {j} >= last_column) continue;")
-        if (seen := self.launch.sides[0].windows) and not of_columns:
-            i = self.window(seen, i)
         if self.launch.tiling.swapped:
             self.names[c.j] = j
             return i
         self.names[c.i] = i
         return j
-
-    def window(self, seen: Windows, position: str) -> str:
-        """The row of the product at a position of the image, if a window begins there."""
-        row, behind = "0", position
-        for n, (count, apart) in reversed([*enumerate(seen.rows)]):
-            at = self.fresh("p")
-            self.line(f"const rlx_index {at} = {f'{behind} / {apart}' if apart > 1 else behind};")
-            row, behind = f"({row} * {count} + {at})", f"({behind} - {at} * {apart})"
-            if n + 1 < len(seen.rows):
-                self.line(f"if ({at} >= {count}) continue;")
-        found = self.fresh("i")
-        self.line(f"const rlx_index {found} = {row};")
-        return found
 
     def store(self, s: Store, value: str) -> str:
         parts = self.launch.parts_of_rows
@@ -284,7 +267,7 @@ class TileEnds(CudaWriter):
             own = pieces._replace(once=same)
             self.line(f"{self.dialect.element(x.buffer.dtype)} {held}[{own.rounds}][{pieces.size}];")
             with self.scope(own.loop(), 2):
-                j0 = self.place_elements(c, pieces, same)
+                j0 = self.place_elements(c, pieces)
                 self.line(f"rlx_fetch<{pieces.size}>({held}[n], {self.names[x.buffer]} + {self.at_first(x.index, var, j0)});")
             self.registers[key] = held
             self.loaded.add(key)

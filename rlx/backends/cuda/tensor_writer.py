@@ -258,16 +258,7 @@ class TensorWriter(PackedCopies, TileEnds):
                 (self.left_copies if t.swapped else self.right_copies)(c)
 
     def left_copies(self, c: Contract) -> None:
-        side, rows = self.launch.sides[0], self.launch.tiling.rows
-        if (seen := side.windows) is None:
-            self.bulk_copies(side, "a", "row0", rows, 0, 0)
-            return
-        self.line(f"const int inside = k0 % {seen.run};")
-        shifts, behind = [f"inside / {seen.channels}"] * (seen.run > seen.channels), seen.run
-        for count, apart in seen.terms:
-            shifts.append(f"k0 / {behind} % {count} * {apart}")
-            behind *= count
-        self.line(f"rlx_load_box(to, &map_a, full + s, inside % {seen.channels}, row0 + {' + '.join(shifts)});")
+        self.bulk_copies(self.launch.sides[0], "a", "row0", self.launch.tiling.rows, 0, 0)
 
     def right_copies(self, c: Contract) -> None:
         t = self.launch.tiling
