@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 
 import rlx
-from rlx.backends.cuda import backend
 from rlx.backends.cuda.backend import target
 from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.gpu import refusal
-from rlx.backends.cuda.images import Image, has_windows, image_of, reads_windows
+from rlx.backends.cuda.images import Image, has_windows, image_of
 from rlx.backends.cuda.schedule import Launch
 from rlx.backends.cuda.tensor import TensorLaunch
 from rlx.compiler import lower
 from rlx.ir.dtype import as_dtype
 from rlx.ir.kernel import Operand
 from rlx.ir.op import OPS
-from rlx.ir.target import Target
 
-
-def with_windows(arch: str, *processors: int) -> Target:
-    return replace(target(arch, *processors), in_place=partial(reads_windows, arch))
-
-
-HOPPER, TOLERANCE = with_windows("sm_90a"), {"bf16": 5e-3, "f16": 1e-3}
+HOPPER, TOLERANCE = target("sm_90a"), {"bf16": 5e-3, "f16": 1e-3}
 on_gpu = pytest.mark.skipif(refusal() is not None, reason=f"no GPU: {refusal()}")
 SHAPES = {  # channels last: image, window, columns, attributes
     "plain": ((2, 9, 11, 64), (3, 3), 64, {"low": 1, "high": 1}),
@@ -116,7 +108,7 @@ def test_other_convolutions_copy_their_windows() -> None:
     x, w = few.input("x", (2, 9, 9, 40), "bf16"), few.param("w", (3, 3, 40, 64), "bf16")
     few.set_outputs([rlx.conv(x, w, channels_last=True)])  # type: ignore[call-arg]
     for g, arch in ((few, "sm_90a"), (convolution("plain", "f32"), "sm_90a"), (convolution("plain"), "sm_80")):
-        kernels = [s.kernel for s in lower(g, with_windows(arch), rlx.CompileOptions()).steps]
+        kernels = [s.kernel for s in lower(g, target(arch), rlx.CompileOptions()).steps]
         assert any("copy" in k.origin for k in kernels)
         assert not any("rlx_load_windows(to" in text_of(launch_of(k, arch), "kernel") for k in kernels)
 
@@ -135,8 +127,7 @@ def test_windows_that_copies_do_not_bring_are_read_by_loops() -> None:
 @on_gpu
 @pytest.mark.parametrize("dtype", ("bf16", "f16"))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_convolutions_of_images(shape: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "target", with_windows)
+def test_convolutions_of_images(shape: str, dtype: str) -> None:
     for end in (False, True):
         rng, numpy, (dims, window, n, given) = np.random.default_rng(0), as_dtype(dtype).numpy, SHAPES[shape]
         x, w, b = (rng.standard_normal(d).astype(numpy) for d in (dims, (*window, dims[-1], n), (n,)))
