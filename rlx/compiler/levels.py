@@ -13,6 +13,7 @@ from rlx.ir.layout import one_stride
 from rlx.ir.op import OPS, Kind
 from rlx.ir.ops import copy, pad, reshape, transpose
 from rlx.ir.ops.view import transposed_axes
+from rlx.ir.target import Target
 
 FEW_CHANNELS = 4  # of an image: its pixels are runs too short to copy
 TALL = 64  # rows with a common stride, from which on a product of them is not slower than a copy and one of all rows
@@ -20,20 +21,20 @@ TALL = 64  # rows with a common stride, from which on a product of them is not s
 
 def levels(graph: Graph, compilation: Compilation) -> Graph:
     """`graph` with a copy in front of each contraction whose left operand has no common stride along the axes that are summed, or
-    only along a few rows, as an image of which a convolution takes every other pixel; unless the target reads such operands
-    (Target.levels). If it does, the order of the image's axes in memory is free: padding of an image with few channels last comes
-    before the view that puts them there, or is of its rows as single runs, so that whole rows are copied; and sums with weights
-    known before a run are in the order of memory."""
+    only along a few rows, as an image of which a convolution takes every other pixel; unless the target reads such operands, or
+    this one (Target.levels, in_place). If it reads all of them, the order of the image's axes in memory is free: padding of an
+    image with few channels last comes before the view that puts them there, or is of its rows as single runs, so that whole rows
+    are copied; and sums with weights known before a run are in the order of memory."""
     nodes = graph.nodes()
     if not any(n.op is OPS["pad"] or (n.op.kind is Kind.CONTRACT and len(contraction(n).a_sum) > 1) for n in nodes):
         return graph
     if not compilation.target.levels:
-        return graph.rebuild(_copied(graph))
+        return graph.rebuild(_copied(graph, compilation.target))
     padded = graph.rebuild(_rows_padded(graph))
     return padded.rebuild(_summed_in_order(padded, compilation))
 
 
-def _copied(graph: Graph) -> NewNode:
+def _copied(graph: Graph, target: Target) -> NewNode:
     places, copies = Places(graph), dict[Value, Value]()
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
@@ -43,7 +44,7 @@ def _copied(graph: Graph) -> NewNode:
         layout, dims = places.locate(left)[1], left.shape.static
         apart = next(n for n in range(len(rows) + 1) if one_stride(layout, dims, rows[n:]))
         tall = not is_matrix(facts) or not apart or math.prod(dims[axis] for axis in rows[apart:]) >= TALL
-        if tall and one_stride(layout, dims, axes):
+        if (tall and one_stride(layout, dims, axes)) or (graph.extent is None and target.in_place(node, layout)):
             return keep(node, inputs)
         copies.setdefault(left, copy(inputs[0]))  # type: ignore[arg-type]
         return keep(node, (copies[left], *inputs[1:]))

@@ -23,7 +23,7 @@ from rlx.ir import kernel as K
 from rlx.ir.dtype import f32, index_
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import k
-from rlx.ir.layout import Layout, TiledLayout, one_stride
+from rlx.ir.layout import TiledLayout, in_levels, one_stride
 from rlx.ir.op import Kind
 from rlx.ir.program import Region
 from rlx.ir.shape import Shape, contiguous_strides
@@ -371,7 +371,8 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     _, layout = b.places.locate(left)
     # the longest run of trailing row axes with a common stride; the others become grid axes
     apart = next(n for n in range(len(facts.a_rows) + 1) if one_stride(layout, left.shape.static, facts.a_rows[n:]))
-    apart = 0 if 0 in b.group.operands or (b.facts.target.levels and is_matrix(facts)) else apart
+    in_place = b.facts.target.levels or b.facts.target.in_place(anchor, layout)
+    apart = 0 if 0 in b.group.operands or (in_place and is_matrix(facts)) else apart
     batch, rows = len(facts.a_batch), facts.a_rows[apart:]
     grid, columns_at = _Points(b), len(dims) - len(facts.b_columns)
     points = [grid.place([axis]) for axis in range(batch + apart)]
@@ -483,18 +484,5 @@ def _operand(
     base, layout = b.places.locate(value)
     dims = value.shape.static
     offset = K.linear([(v, layout.strides[a]) for v, a in walked if a >= 0 and dims[a] != 1], layout.offset)
-    (row, row_levels), (column, col_levels) = (_in_levels(layout, dims, axes) for axes in (rows, columns))
+    (row, row_levels), (column, col_levels) = (in_levels(layout, dims, axes) for axes in (rows, columns))
     return K.Operand(b.buffer(base), offset, row, column, row_levels=row_levels, col_levels=col_levels)
-
-
-def _in_levels(layout: Layout, dims: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, K.Levels]:
-    """The stride of the innermost of these axes with more than one element, and the levels (Operand.row_levels) of those axes
-    outside of it that it does not reach."""
-    found: list[tuple[int, int]] = []  # (count, stride), innermost first
-    for axis in reversed(axes):
-        if found and layout.strides[axis] == found[-1][0] * found[-1][1]:
-            found[-1] = found[-1][0] * dims[axis], found[-1][1]
-        elif dims[axis] != 1:
-            found.append((dims[axis], layout.strides[axis]))
-    found = found if 0 not in (dims[a] for a in axes) else found[:1]
-    return found[0][1] if found else 0, tuple((count, stride) for (count, _), (_, stride) in zip(found, found[1:]))

@@ -89,7 +89,7 @@ class _Within:
     def has_windows(self, whole: Value) -> bool:
         """True if a contraction reads windows of it, on a target that reads no other operands in levels."""
         products = [node for _, node in self.readers.get(whole, ()) if node.op.kind is Kind.CONTRACT]
-        return any(self.facts.target.windows(node, self.places.locate(node.inputs[0])[1]) for node in products)
+        return any(self.facts.target.in_place(node, self.places.locate(node.inputs[0])[1]) for node in products)
 
     def stored_apart(self, value: Value, group: Group, layout: Layout, values: set[Value]) -> bool:
         """True if `value`, a reshape of a transpose of a reshape of a product, as of phases of a transposed convolution, needs no

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rlx.ir.kernel import Expr, k
+from rlx.ir.kernel import Expr, Levels, k
 from rlx.ir.shape import contiguous_strides
 from rlx.records import record
 
@@ -32,6 +32,19 @@ def one_stride(layout: Layout, dims: tuple[int, ...], axes: tuple[int, ...]) -> 
     """True if the elements along these axes, in row-major order, are one stride apart."""
     real = [a for a in axes if dims[a] != 1]
     return all(layout.strides[high] == layout.strides[low] * dims[low] for high, low in zip(real, real[1:]))
+
+
+def in_levels(layout: Layout, dims: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, Levels]:
+    """The stride of the innermost of these axes with more than one element, and the levels (Operand.row_levels) of those axes
+    outside of it that it does not reach."""
+    found: list[tuple[int, int]] = []  # (count, stride), innermost first
+    for axis in reversed(axes):
+        if found and layout.strides[axis] == found[-1][0] * found[-1][1]:
+            found[-1] = found[-1][0] * dims[axis], found[-1][1]
+        elif dims[axis] != 1:
+            found.append((dims[axis], layout.strides[axis]))
+    found = found if 0 not in (dims[a] for a in axes) else found[:1]
+    return found[0][1] if found else 0, tuple((count, stride) for (count, _), (_, stride) in zip(found, found[1:]))
 
 
 @record

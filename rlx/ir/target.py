@@ -12,6 +12,7 @@ from rlx.records import record
 if TYPE_CHECKING:
     from rlx.ir.graph import Node, Value
     from rlx.ir.kernel import Kernel
+    from rlx.ir.layout import Layout
 
 
 @record
@@ -39,7 +40,7 @@ def _never(what: object) -> bool:
     return False
 
 
-def _never_both(one: Kernel, other: Kernel) -> bool:
+def _never_both(one: object, other: object) -> bool:
     return False
 
 
@@ -93,7 +94,7 @@ class Target:
     `step(dtype name)`: elements of a row of the left operand that a contraction sums at a time, best in whole runs.
     `widens`: dtypes of operands, left and right ("bf16 f8e4m3"), of contractions that read the right one in its own dtype.
     `levels`: contractions read a left operand whose rows and columns lie in levels (Operand.row_levels), where it lies; without
-    it, such an operand is copied first.
+    it, such an operand is copied first. `in_place(contraction, layout of its left operand)`: it does for this one, at least.
     `control`: steps of a program run as often as its data says (Program.bodies); without it, control flow is decomposed.
     `part_columns`: columns over which a product can store sums of squares, of which the next product makes the factors of rows
     (rlx/compiler/factors.py); 0: never. `factors(product, reader)`: True if these two kernels, which do so, are faster than
@@ -132,6 +133,7 @@ class Target:
     splits: Mapping[str, Callable[[Node], Value | tuple[Value, ...] | None]] = field(default_factory=dict, compare=False)
     unclaimed: Mapping[str, Callable[[Node], Value | None]] = field(default_factory=dict, compare=False)
     levels: bool = False
+    in_place: Callable[[Node, Layout], bool] = field(default=_never_both, compare=False)
     control: bool = False
     quick: frozenset[str] = frozenset()  # narrow floats that contractions are fast in, besides those that features name
     followed: frozenset[str] = frozenset()

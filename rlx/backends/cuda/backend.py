@@ -31,6 +31,7 @@ from rlx.backends.cuda.executable import LAUNCHED, THREADS_EACH, CudaArtifact, C
 from rlx.backends.cuda.fills import spread
 from rlx.backends.cuda.gemv import MOST_ROWS
 from rlx.backends.cuda.gpu import PORTABLE, Functions, count, gpu, refusal
+from rlx.backends.cuda.images import reads_windows
 from rlx.backends.cuda.memory import CudaMemory
 from rlx.backends.cuda.schedule import ALONE, COLUMN_BYTES, LONG, MULTIPROCESSORS
 from rlx.backends.cuda.staging import ShortReads
@@ -210,7 +211,7 @@ def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
         },
         rows=partial(turned.rows, arch),
         followed=frozenset({"attention", "conv", "dequant_matmul", "segment_matmul"}), computes=_computes,
-        pairs=partial(_pairs, arch), factors=pays_to_scale,
+        pairs=partial(_pairs, arch), factors=pays_to_scale, in_place=partial(reads_windows, arch),
         status_late=True, widens=frozenset(f"{a} {b}" for a in ("f16", "bf16") for b in ("f8e4m3", "f8e5m2")),
         part_columns=PART if arch == "sm_90a" else 0, column_bytes=COLUMN_BYTES, schedule=_scheduled,
         splits={

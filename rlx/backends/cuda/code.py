@@ -28,6 +28,7 @@ from rlx.backends.cuda.gemv_blocks import BlocksLaunch, of_blocks
 from rlx.backends.cuda.gemv_ring import RingLaunch, RingWriter, ring_of
 from rlx.backends.cuda.gemv_writer import BlocksWriter
 from rlx.backends.cuda.groups import Group, Stages, grouped, may_join
+from rlx.backends.cuda.images import has_windows
 from rlx.backends.cuda.patched import PatchLaunch, PatchWriter, patched
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
 from rlx.backends.cuda.replaced import ReplaceLaunch, ReplaceWriter, replacing
@@ -46,6 +47,7 @@ from rlx.backends.cuda.thresholds import ThresholdLaunch, ThresholdWriter, thres
 from rlx.backends.cuda.transpose import TileLaunch, TileTransposer, in_tiles
 from rlx.backends.cuda.warps import WarpLaunch, WarpWriter, on_warps
 from rlx.backends.shared.codes import whole
+from rlx.backends.shared.contract_loops import without_contract
 from rlx.errors import CompileError
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import kernel_key
@@ -87,7 +89,7 @@ class CudaCode:
 
     def described(self) -> list[Any]:
         """All but the text and the cubin, for JSON."""
-        maps = [[m.argument, m.offset, m.dtype, m.dims, m.strides, m.box] for m in self.maps]
+        maps = [[m.argument, m.offset, m.dtype, m.dims, m.strides, m.box, m.ends, m.steps] for m in self.maps]
         sizes = [self.blocks, self.threads, self.shared, self.scratch, self.counters, self.waiting]
         chained = [[n for entry in self.table for n in entry], self.direct, self.words]
         return [self.name, sizes, self.more, maps, self.early, self.stages, self.experts, chained]
@@ -98,8 +100,8 @@ class CudaCode:
         name, sizes, more, maps, early, stages, experts, (table, direct, words) = row
         blocks, threads, shared, scratch, counters, *waiting = whole(sizes)  # none in files of earlier versions
         tensors = [
-            TensorMap(whole([n])[0], whole([first])[0], dtype, tuple(whole(dims)), tuple(whole(strides)), tuple(whole(box)))
-            for n, first, dtype, dims, strides, box in maps
+            TensorMap(whole([n])[0], whole([first])[0], dtype, *(tuple(whole(x)) for x in sizes))
+            for n, first, dtype, *sizes in maps
         ]
         names = tuple(tuple(map(str, each)) for each in more)
         if not isinstance(name, str) or not {n for each in names for n in each} <= MORE:
@@ -128,6 +130,8 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
     kernel, capability, most = by_rows(kernel), capability_of(arch), shared_bytes(arch)
     if of_groups(kernel):
         return segmented(kernel, arch, multiprocessors, most)
+    if has_windows(kernel):
+        return on_tensor_cores(kernel) or launch(as_loops(without_contract(kernel)), capability >= 90)
     if attention.native_of(kernel):
         few = attention.launch(kernel, multiprocessors, most, clusters=capability >= 90)
         return (flash.launch(kernel, multiprocessors) if arch == "sm_90a" else None) or few

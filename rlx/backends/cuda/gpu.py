@@ -423,12 +423,16 @@ class Gpu:
         wide, narrow, swizzles = d.cuuint64_t, d.cuuint32_t, d.CUtensorMapSwizzle
         lines = as_dtype(m.dtype).itemsize * m.box[0] == 128  # read by the tensor cores; threads read the others
         swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_128B if lines else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
-        return check(d.cuTensorMapEncodeTiled(
-            kinds[m.dtype], len(m.dims), base + m.offset, [wide(n) for n in m.dims], [wide(n) for n in m.strides],
-            [narrow(n) for n in m.box], [narrow(1)] * len(m.dims), d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            swizzle, d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        ), "describing a tensor")  # fmt: skip
+        memory = kinds[m.dtype], len(m.dims), base + m.offset, [wide(n) for n in m.dims], [wide(n) for n in m.strides]
+        plain, zeros = d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, d.CUtensorMapFloatOOBfill
+        promotion = d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+        how = plain, swizzle, promotion, zeros.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+        if m.ends:
+            steps = [narrow(n) for n in (1, *m.steps, 1)]
+            made = d.cuTensorMapEncodeIm2col(*memory, [0] * len(m.ends), list(m.ends), *m.box, steps, *how)
+        else:
+            made = d.cuTensorMapEncodeTiled(*memory, [narrow(n) for n in m.box], [narrow(1)] * len(m.dims), *how)
+        return check(made, "describing a tensor")
 
     def launch(
         self, function: Any, blocks: int, threads: int, shared: int, arguments: Sequence[int], maps: Sequence[Any] = (),

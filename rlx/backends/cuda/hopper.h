@@ -59,6 +59,20 @@ RLX_FN void rlx_load_box(void* to, const rlx_map* map, uint64_t* b, int c0, int 
     ::"r"(rlx_at(to)), "l"(map), "r"(rlx_at(b)), "r"(c0), "r"(c1), "l"(policy) : "memory");
 }
 
+/* Channels of adjacent windows of an image: coordinates of the first one's first pixel, and how far behind it pixels are. */
+RLX_FN void rlx_load_windows(void* to, const rlx_map* map, uint64_t* b, int c0, int c1, int c2, uint16_t o0) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2], {%6};"
+    ::"r"(rlx_at(to)), "l"(map), "r"(rlx_at(b)), "r"(c0), "r"(c1), "r"(c2), "h"(o0) : "memory");
+}
+RLX_FN void rlx_load_windows(void* to, const rlx_map* map, uint64_t* b, int c0, int c1, int c2, int c3, uint16_t o0, uint16_t o1) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};"
+    ::"r"(rlx_at(to)), "l"(map), "r"(rlx_at(b)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(o0), "h"(o1) : "memory");
+}
+RLX_FN void rlx_load_windows(void* to, const rlx_map* map, uint64_t* b, int c0, int c1, int c2, int c3, int c4, uint16_t o0, uint16_t o1, uint16_t o2) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2], {%8, %9, %10};"
+    ::"r"(rlx_at(to)), "l"(map), "r"(rlx_at(b)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(o0), "h"(o1), "h"(o2) : "memory");
+}
+
 /* The lower half of the matrix descriptor of a tile with 128-byte swizzle; the upper one is the same for all. `leading`: bytes
    between blocks of 64 elements along the contiguous axis of a tile that is not contiguous along the summed one. The same in all
    threads of a warp, as the compiler sees from the shuffle: only so it adds to it in uniform registers, where instructions take

@@ -77,7 +77,8 @@ BESIDE = {ALONE: 101 << 10, LONG: 110 << 10}
 @record
 class TensorMap:
     """A tensor for bulk copies: buffer argument, first byte, dims, byte strides of all but the innermost axis, and the box that
-    one copy fetches. The innermost axis comes first."""
+    one copy fetches. The innermost axis comes first. With `ends`, it is an image (images.py), and
+    a box has channels of windows, `steps` pixels apart; their first pixels lie so far before the ends of the spatial dims."""
 
     argument: int
     offset: int
@@ -85,6 +86,8 @@ class TensorMap:
     dims: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
+    ends: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
 
 
 @record(eq=False)

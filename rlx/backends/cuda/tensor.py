@@ -20,6 +20,7 @@ from dataclasses import replace
 from itertools import product
 
 from rlx.backends.cuda.blocks import turn_of
+from rlx.backends.cuda.images import Image, image_of
 from rlx.backends.cuda.schedule import Launch, Segments, TensorMap, busy_points
 from rlx.backends.cuda.tensor_rows import LEAST_COLUMNS, LEAST_ROWS, PART, Parts, factor_of, parts_of, unscaled
 from rlx.backends.cuda.vectors import aligned, width
@@ -83,6 +84,7 @@ class Side:
     axes: tuple[Var, ...] = ()
     raw: bool = False
     start: Expr | None = None  # the first row
+    image: Image | None = None  # of whose windows the matrix is made
 
 
 @record
@@ -349,8 +351,11 @@ class TensorLaunch(Launch):
 def exchanged(c: Contract) -> Contract:
     """The transposed product: rows are the columns of the right operand."""
     assert isinstance(c.a, Operand) and isinstance(c.b, Operand)
-    a, b = (replace(o, row_stride=o.col_stride, col_stride=o.row_stride) for o in (c.b, c.a))
-    return replace(c, i=c.j, j=c.i, m=c.n, n=c.m, a=a, b=b)
+    return replace(c, i=c.j, j=c.i, m=c.n, n=c.m, a=_turned(c.b), b=_turned(c.a))
+
+
+def _turned(o: Operand) -> Operand:
+    return replace(o, row_stride=o.col_stride, col_stride=o.row_stride, row_levels=o.col_levels, col_levels=o.row_levels)
 
 
 def _contract(kernel: Kernel) -> Contract | None:
@@ -369,6 +374,8 @@ def on_tensor_cores(
         return None
     c = unscaled(c)
     if not (isinstance(c.a, Operand) and isinstance(c.b, Operand)) or kind(c) not in KINDS:
+        return None
+    if c.a.row_levels + c.a.col_levels and (segments or not _side_of_image(kernel, c, c.a, 64).image):
         return None
     if c.a.panel or c.b.panel or (c.b.blocks and not _rounded(kernel, c.a, c.b)):
         return None
@@ -528,6 +535,8 @@ def _side(
         start, size, o = segments.start, segments.all_rows, replace(o, offset=const(segments.base))
     elif segments:
         grid = segments.axes
+    if o.row_levels or o.col_levels:
+        return _side_of_image(kernel, c, o, tile)
     along = step == 1 and c.k > 1
     turned = not along and itemsize(c) != 2  # the instruction takes other sizes along the summed axis only
     raw = o is c.b and (is_widened(c) or (c.tf32 and turned))
@@ -553,6 +562,18 @@ def _side(
     ends = along and not raw and not segments and c.also is None and tile < size and size % tile > 0
     last = replace(tensor, box=(depth(c), -(-(size % tile) // 8) * 8, *box_of_axes)) if ends else None
     return Side(along or turned, tensor, last, tuple(v for v, _, _ in used), raw, start)
+
+
+def _side_of_image(kernel: Kernel, c: Contract, o: Operand, tile: int) -> Side:
+    """That of an operand whose rows, or columns if it is the right one, are the windows of an image."""
+    rows, size = (o, c.m) if o is c.a else (_turned(o), c.n)
+    image, first = image_of(rows, size, c.k), _constant(o.offset, [])
+    if image is None or first is None or first * o.dtype.itemsize % 16:
+        return Side(True)
+    tensor = image.tensor(kernel.buffers.index(o.buffer), first * o.dtype.itemsize, o.dtype.name, min(tile, -(-size // 8) * 8))
+    ends = tile < size and size % tile > 0
+    last = replace(tensor, box=(tensor.box[0], -(-(size % tile) // 8) * 8)) if ends else None
+    return Side(True, tensor, last, image=image)
 
 
 def _constant(offset: Expr, terms: Sequence[tuple[Var, int]]) -> int | None:

@@ -276,6 +276,9 @@ class TensorWriter(PackedCopies, TileEnds):
         source = "map_weights" if name == "b" and self.launch.boxes_far else f"boxes_{name}" if side.last else f"&map_{name}"
         c, t = self.launch.contract, self.launch.tiling
         most, span = (c.m, t.rows) if name == "a" else (c.width, t.columns)
+        if side.image:
+            self.line(f"rlx_load_windows(to + {start}, {source}, full + s, {side.image.place(first, 'k0')});")
+            return
         for part in range(size // wide):
             at = f"{first} / 2 + {part // 2 * wide + part % 2 * half}" if half else f"{first} + {part * wide}"
             inner, outer = ("k0", at) if side.along else (at, "k0")
