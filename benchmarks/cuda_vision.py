@@ -64,8 +64,9 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="the kernels of each program with their times")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    about = header()
     rates = {dtype: rate(dtype) for dtype in args.dtypes}
-    print(header(), ", ".join(f"{dtype} {r / 1e12:.0f} TFLOP/s" for dtype, r in rates.items()), flush=True)
+    print(about, ", ".join(f"{dtype} {r / 1e12:.0f} TFLOP/s" for dtype, r in rates.items()), flush=True)
     for name, shape, dtype in product(args.models, args.shapes, args.dtypes):
         batch, size = map(int, shape.split("x"))
         task = Task(f"{name} {dtype}", batch, size, 0)
