@@ -16,6 +16,7 @@ from rlx.backends.cuda.backend import target
 from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.fills import spread
 from rlx.backends.cuda.tensor import TensorLaunch
+from rlx.backends.ref.interpret import run_kernel
 from rlx.compiler import lower
 from rlx.ir.evaluate import evaluate
 from rlx.ir.kernel import Const, Contract, Store, Var
@@ -86,19 +87,39 @@ def _at(e, known: dict[Var, int]) -> int:
     return ops.get(e.op, {"lt": operator.lt, "select": lambda c, a, b: a if c else b}.get(e.op))(*args)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_leave_no_part_of_an_image_out(name):
+    """The program's kernels, interpreted, in memory of no numbers: the steps of a run read what others have stored."""
+    made = network(name)
+    program, of = lower(made, target("sm_90a"), rlx.CompileOptions(precision="bf16")), drawn([*made.inputs, *made.params])
+    arrays = {b.id: np.full(b.shape.num_elements, np.nan, b.shape.dtype.numpy) for b in program.buffers}
+    arrays |= {b.id: of[b.name].ravel() for b in program.buffers if b.name in of}
+    for step in (*program.prepare, *program.steps):
+        assert run_kernel(step.kernel, [arrays[n] for n in step.args]) == 0
+    (out,), names = program.outputs, [v.node.name for v in made.inputs]
+    ((wanted,), _) = evaluate(made, {n: of[n] for n in names}, {n: x for n, x in of.items() if n not in names})
+    agrees(arrays[out.buffer].reshape(out.shape.static), wanted)
+
+
+def drawn(values) -> dict[str, np.ndarray]:
+    """Small whole numbers, whose sums are exact."""
+    rng = np.random.default_rng(0)
+    return {v.node.name: rng.integers(-2, 3, v.dims).astype(v.dtype.numpy) for v in values}
+
+
+def agrees(found: np.ndarray, wanted: np.ndarray) -> None:
+    if found.dtype == np.float32:
+        np.testing.assert_array_equal(found, wanted)
+    else:  # rounded once, or at each op
+        np.testing.assert_allclose(np.float32(found), np.float32(wanted), rtol=2**-6, atol=2)
+
+
 @on_gpu
 @pytest.mark.parametrize("name", CASES)
 def test_convolutions_agree_with_the_reference(name):
-    """Of small whole numbers, whose sums are exact."""
-    made, rng = network(name), np.random.default_rng(0)
-    drawn = lambda values: {v.node.name: rng.integers(-2, 3, v.dims).astype(v.dtype.numpy) for v in values}  # noqa: E731
+    made = network(name)
     given, params = drawn(made.inputs), drawn(made.params)
     compiled = rlx.Session("cuda").compile(made, rlx.CompileOptions(precision="bf16"))
     compiled.set_params(params)
     (found,), ((wanted,), _) = compiled.run(given), evaluate(made, given, params)
-    found, wanted = np.float32(found), np.float32(wanted)
-    if made.outputs[0].dtype == rlx.f32:
-        np.testing.assert_array_equal(found, wanted)
-    else:  # rounded once, or at each op
-        np.testing.assert_allclose(found, wanted, rtol=2**-6, atol=2)
-
+    agrees(found, wanted)
