@@ -292,13 +292,13 @@ class _Fuser:
         return "row" if own == {"row"} and dims == (*group.dims[:axis], 1, *group.dims[axis + 1 :]) else None
 
     def rows_allowed(self, group: Group) -> bool:
-        """True if a grid point may process whole rows: always in loops; in a contraction if there are enough rows, and they
-        stay in cache between its panels."""
+        """True if a grid point may process whole rows: always in loops; in a contraction if its sums are short enough for
+        the target, there are enough rows, and they stay in cache between its panels."""
         if group.anchor is None or not self.is_product(group.anchor):
             return group.anchor is None
         facts, left = contraction(group.anchor), group.anchor.inputs[0].shape.static
         if facts.group >= 0 or math.prod(left[axis] for axis in facts.a_sum) > self.target.row_terms:
-            return False  # a task of a group has some of the columns of its rows
+            return False  # or, of groups, a task has some of the columns of its rows
         rows, threads = math.prod(group.dims[:-1]), self.target.threads
         enough = threads == 1 or rows >= MIN_ROWS * self.target.points
         readers = min(threads, self.target.points)  # a block of threads reads the weights of its point once
