@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 
 import rlx
+from rlx.backends.cpu.target import target_for
+from rlx.backends.cuda.backend import target as cuda_target
+from rlx.compiler import lower
+from rlx.compiler.canonicalise import MOST_JOINED
 from rlx.ir.graph import Graph, Value, constant
 from rlx.ir.kernel import loaded_buffers
 from rlx.ir.ops import avg_pool, concat, conv_transpose, max_pool, pad
@@ -112,6 +116,41 @@ def test_a_product_that_is_stored_in_parts_is_at_no_place_of_its_own() -> None:
     assert not any("reshape" in s.kernel.origin for s in compiled.program().steps), "the product is stored in parts"
     assert product not in compiled._origins_of().places
     assert verify(g, lambda name: np.empty(0), given, session=session).difference is None
+
+
+MANY = 3 * MOST_JOINED + 1
+READ: dict[str, Callable[[Value], Value]] = {"as it is": lambda y: y, "by a pointwise op": lambda y: y * 2.0 + 1.0}
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("read", READ.values(), ids=READ)
+def test_many_operands_are_joined_by_kernels_of_few(read: Callable[[Value], Value], axis: int) -> None:
+    """One kernel would ask for each of them where an element is. Those of a result that is not read on the way write to it."""
+    g, dims = Graph("many"), [tuple(1 + i % 3 if a == axis else n for a, n in enumerate((3, 2, 5))) for i in range(MANY)]
+    g.set_outputs([read(concat(*(g.input(f"x{i}", d, "f32") for i, d in enumerate(dims)), axis=axis))])
+    arrays = [np.random.default_rng(i).standard_normal(d, np.float32) for i, d in enumerate(dims)]
+    for target in (target_for("x86_64-linux-gnu", "x86-64-v3"), cuda_target("sm_90a")):
+        kernels = [s.kernel for s in lower(g, target, rlx.CompileOptions()).steps]
+        assert len(kernels) == 4 + (read is not READ["as it is"])
+        assert max(len(loaded_buffers(k)) for k in kernels) <= MOST_JOINED
+    wanted = np.concatenate(arrays, axis)
+    for device in ("ref:1", "cpu"):
+        (found,) = rlx.Session(device).compile(g).run({f"x{i}": a for i, a in enumerate(arrays)})
+        np.testing.assert_array_equal(found, wanted if read is READ["as it is"] else wanted * np.float32(2) + np.float32(1))
+
+
+def test_equal_parts_of_a_join_of_many_and_joins_of_joins() -> None:
+    """The two halves are one value, which has one place; a concat of concats is no kernel of more operands than either."""
+    g = Graph("equal")
+    x, y = g.input("x", (2, 3), "f32"), g.input("y", (2, 3), "f32")
+    rows = [concat(*[v for _ in range(MOST_JOINED // 2 + 1)], axis=1) for v in (x, y)]
+    g.set_outputs([concat(*[x] * 2 * MOST_JOINED, axis=0), concat(*rows, axis=0)])
+    a, b = np.random.default_rng(4).standard_normal((2, 2, 3), np.float32)
+    for device in ("ref:1", "cpu"):
+        many, both = rlx.Session(device).compile(g).run({"x": a, "y": b})
+        np.testing.assert_array_equal(many, np.concatenate([a] * 2 * MOST_JOINED))
+        width = MOST_JOINED // 2 + 1
+        np.testing.assert_array_equal(both, np.concatenate([np.tile(a, width), np.tile(b, width)]))
 
 
 def test_a_part_that_reads_nodes_of_its_group_through_a_view_takes_them_along() -> None:

@@ -20,15 +20,16 @@ from rlx.ir.ops import activation
 from rlx.ir.ops import elementwise as e
 from rlx.ir.ops import state as s
 from rlx.ir.ops import view as v
-from rlx.ir.ops.index import gather
+from rlx.ir.ops.index import concat, gather
 from rlx.ir.ops.order import argmax, argmin
 from rlx.ir.ops.pool import max_pool
 from rlx.ir.ops.rules import axis_of
 from rlx.ir.rewrite import Rule, Var, pattern, rewrite, rule
 from rlx.ir.shape import Shape, contiguous_strides
 
+MOST_JOINED = 64  # operands of a kernel's concats: each is code of its own, or a question of each element
 FOLD_BYTES = 1024  # up to this size a folded constant may be larger than all its operands together
-CAST = e.cast.op  # type: ignore[attr-defined]
+CAST, CONCAT = e.cast.op, concat.op  # type: ignore[attr-defined]
 ADDS = tuple(op.op for op in (e.add, e.maximum, e.minimum))  # type: ignore[attr-defined]
 MUL, SUB, RELU, CLIP = (op.op for op in (e.mul, e.sub, activation.relu, activation.clip))  # type: ignore[attr-defined]
 X, Y, C = Var("x"), Var("y"), Var("c")
@@ -219,6 +220,16 @@ def slice_known_rows(node: Node, x: Value, c: Value) -> Value | None:
     return v.slice_axis(x, axis, start, stop, step).reshape(node.shapes[0].dims)
 
 
+@rule()
+def join_by_parts(node: Node) -> Value | None:
+    """A concat of many operands is one of concats of few."""
+    parts = -(-len(node.inputs) // MOST_JOINED)
+    if node.op is not CONCAT or parts <= 1:
+        return None
+    axis, ends = node.attrs.axis, [len(node.inputs) * i // parts for i in range(parts + 1)]  # type: ignore[union-attr]
+    return concat(*(concat(*node.inputs[a:b], axis=axis) for a, b in zip(ends, ends[1:])), axis=axis)
+
+
 @rule(pattern(argmax, X), pattern(argmin, X))
 def choose_the_only_one(node: Node, x: Value) -> Value | None:
     """The greatest and the least of one element are element 0."""
@@ -246,7 +257,7 @@ RULES: tuple[Rule, ...] = (
     multiply_by_one, add_negative_zero, add_integer_zero, undo_twice, take_first, take_second, drop_neutral, split_again,
     merge_transposes,
     keep_outer_dims, drop_view, drop_cast, merge_casts, merge_casts_around_views, pool_narrow,
-    take_known_rows, slice_known_rows, choose_the_only_one, fold_constants,
+    take_known_rows, slice_known_rows, join_by_parts, choose_the_only_one, fold_constants,
 )  # fmt: skip
 
 def share_equal(graph: Graph) -> Graph:
@@ -276,4 +287,4 @@ def canonicalise(graph: Graph, compilation: Compilation) -> Graph:
     return graph
 
 
-__all__ = ["RULES", "canonicalise", "share_equal"]
+__all__ = ["MOST_JOINED", "RULES", "canonicalise", "share_equal"]

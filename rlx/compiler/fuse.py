@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence, Set
 from itertools import count
 
+from rlx.compiler.canonicalise import MOST_JOINED
 from rlx.compiler.facts import Facts
 from rlx.compiler.groups import Group
 from rlx.compiler.operands import computable, producer, row_axes
@@ -400,7 +401,8 @@ class _Fuser:
                 continue  # a copy in another order reads whole lines of memory in both directions, and no zeros between
             if node.op.kind is Kind.REDUCE and any(n.op.kind is Kind.REDUCE for n in other.forms):
                 continue  # the first, partial step of a reduction in two steps
-            if bigger or early or self.escapes(other, {node}):
+            joined = sum(len(n.inputs) for n in (*group.forms, *other.forms) if n.op.name == "concat")
+            if bigger or early or joined > MOST_JOINED or self.escapes(other, {node}):
                 continue
             if self.evaluations(node, {*group.forms, *other.forms}) <= MAX_EVALUATIONS:
                 self.take_over(group, other, absorbed=set(other.forms))

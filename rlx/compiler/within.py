@@ -58,7 +58,7 @@ class _Within:
         """The groups that do what is left of this one."""
         (whole, *others) = group.stores
         plain = group.anchor is None and not others and not group.static and whole.node.op in (PAD, CONCAT)
-        plain = plain and (self.facts.target.levels or self.has_windows(whole))
+        plain = plain and (self.facts.target.levels or self.joins_parts(group, whole) or self.has_windows(whole))
         if not plain or whole in self.places.orders or whole in self.places.tiles or whole.shape.num_elements == 0:
             return [group]
         parts = list(_parts(group, whole, (0,) * whole.rank))
@@ -85,6 +85,11 @@ class _Within:
         if fills:
             self.facts.fills[whole] = fills
         return [*split, *([group] if fills else ())]
+
+    def joins_parts(self, group: Group, whole: Value) -> bool:
+        """True if it is a concat of concats that nothing else reads."""
+        apart = all(v.node.op is CONCAT and [g for g, _ in self.readers.get(v, ())] == [group] for v in whole.node.inputs)
+        return whole.node.op is CONCAT and apart
 
     def has_windows(self, whole: Value) -> bool:
         """True if a contraction reads windows of it, on a target that reads no other operands in levels."""
