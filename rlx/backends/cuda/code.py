@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,6 +29,7 @@ from rlx.backends.cuda.gemv_ring import RingLaunch, RingWriter, ring_of
 from rlx.backends.cuda.gemv_writer import BlocksWriter
 from rlx.backends.cuda.groups import Group, Stages, grouped, may_join
 from rlx.backends.cuda.images import has_windows
+from rlx.backends.cuda.joins import JoinLaunch, JoinWriter, joined
 from rlx.backends.cuda.patched import PatchLaunch, PatchWriter, patched
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
 from rlx.backends.cuda.replaced import ReplaceLaunch, ReplaceWriter, replacing
@@ -157,7 +158,8 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
     if loops := sort or updates or threshold(kernel, multiprocessors) or staged(sums or kernel):
         return loops
     kernel, clusters = as_loops(sums or kernel), capability >= 90
-    found = columns(kernel) or strips(kernel, clusters, most) or in_tiles(launch(kernel, clusters))
+    found = joined(kernel, partial(launch, clusters=clusters))
+    found = found or columns(kernel) or strips(kernel, clusters, most) or in_tiles(launch(kernel, clusters))
     return staying(found, most) if clusters else found
 
 
@@ -182,6 +184,7 @@ def prologue(wide: bool) -> str:
 
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
     Launch: CudaWriter, ColumnsLaunch: ColumnsWriter, StripsLaunch: StripsWriter, TileLaunch: TileTransposer,
+    JoinLaunch: JoinWriter,
     FmaLaunch: FmaWriter, TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
     StagedLaunch: StagedWriter, StayingLaunch: StayingWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter,
     SelectLaunch: SelectWriter, ThresholdLaunch: ThresholdWriter,

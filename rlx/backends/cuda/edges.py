@@ -8,8 +8,11 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from rlx.ir.kernel import Alu, Check, Const, Expr, Kernel, Let, Load, Loop, Stmt, Store, Var, alu, coefficient, const, k, walk
 from rlx.ir.nest import changed, operands, postorder, substitute
+
+from rlx.ir.kernel import (  # isort: skip
+    Alu, Check, Const, Expr, Kernel, Let, Load, Loop, Stmt, Store, Var, alu, coefficient, const, is_const, k, walk,
+)  # fmt: skip
 
 MOST = 4  # parts of a loop
 EVEN = 32  # of which parts are multiples, so that they keep their vectors
@@ -24,16 +27,34 @@ def cut_at_edges(kernel: Kernel, apart: bool = True) -> Kernel:
 def _parts(s: Stmt, apart: bool) -> Sequence[Stmt] | None:
     if not isinstance(s, Loop) or s.reduces or s.carries or not all(isinstance(x, Let | Store | Check) for x in s.body):
         return None
-    edges = {e for x in walk(s.body) if isinstance(x, Alu) and x.op in ("lt", "le") for e in _edge(x, s.var) if 0 < e < s.extent}
-    if not edges or len(edges) >= MOST or any(e % EVEN for e in (*edges, s.extent)):
+    ends = edges_along(s.body, s.var, s.extent)
+    if not 2 < len(ends) < MOST + 2 or any(e % EVEN for e in ends):
         return None
-    ends = sorted({0, *edges, s.extent})
     spans = [(low, high - low) for low, high in zip(ends, ends[1:])]
     if len({extent for _, extent in spans}) == 1 and all(isinstance(x, Store) for x in s.body):
         own = Var(s.var.name)
         loops = [_Part(s.var, *span, own).loop(s) for span in spans]
         return [replace(loops[0], body=tuple(x for loop in loops for x in loop.body))]
     return [_Part(s.var, *span, Var(s.var.name)).loop(s) for span in spans] if apart else None
+
+
+def edges_along(body: Sequence[Stmt], var: Var, extent: int) -> list[int]:
+    """0, where conditions change in order, and the extent."""
+    compared = [x for x in walk(body) if isinstance(x, Alu) and x.op in ("lt", "le")]
+    return sorted({0, extent, *(e for x in compared for e in _edge(x, var) if 0 < e < extent)})
+
+
+def part_of(body: tuple[Stmt, ...], var: Var, first: int, extent: int, own: Var) -> tuple[Stmt, ...]:
+    """Stores and loops around them for some values of `var`, which an axis of the grid or one of the loops has: with `own` from 0
+    on in its place, and without conditions that are known for all of them."""
+    part = _Part(var, first, extent, own)
+
+    def made(s: Stmt) -> Sequence[Stmt] | None:
+        if isinstance(s, Loop):
+            return [part.loop(s)] if s.var is var else None
+        return [part.statement(s)]
+
+    return changed(body, made)
 
 
 def _edge(e: Alu, var: Var) -> tuple[int, ...]:
@@ -89,6 +110,8 @@ class _Part:
             return no[0]
         if e.op == "select" and isinstance(parts[0], Const):
             return parts[1 if parts[0].value else 2]
+        if e.op == "sub" and isinstance(a := parts[0], Alu) and a.op == "add" and all(map(is_const, (a.args[1], parts[1]))):
+            return k.add(a.args[0], int(a.args[1].value) - int(parts[1].value))  # type: ignore[union-attr]
         return alu(e.op, *parts, dtype=e.dtype)
 
     def decided(self, op: str, parts: list[Expr]) -> bool | None:
@@ -99,4 +122,4 @@ class _Part:
         return first if first == last else None
 
 
-__all__ = ["cut_at_edges"]
+__all__ = ["cut_at_edges", "edges_along", "part_of"]

@@ -267,7 +267,7 @@ def _of_rows(
         return Launch(kernel, THREADS, THREADS, parts=parts, adjacent=True)  # adjacent blocks go on along a row
     if team == 1:
         kernel = rows_last(in_loops(long_sums(kernel)))
-        vector = _vector(kernel)
+        vector = vector_of(kernel)
         whole = vector > 1 and kernel.grid[-1][1] % vector == 0 and not _at_position(kernel)
         repeats = _vectors_apart(kernel, vector) if whole else _repeats(kernel)
         if not whole:
@@ -565,8 +565,9 @@ def _work(loop: Loop) -> int:
     return loop.extent * max([1, *(_work(s) for s in loop.body if isinstance(s, Loop))])
 
 
-def _vector(kernel: Kernel) -> int:
-    """Points of the last axis that a thread computes at once: as many as leave every multiprocessor busy."""
+def vector_of(kernel: Kernel, beside: int = 0) -> int:
+    """Points of the last axis that a thread computes at once: as many as leave every multiprocessor busy, with so many points of
+    others `beside`."""
     if not kernel.grid or any(x.var is kernel.grid[-1][0] for x in kernel.limits):
         return 1
     (var, extent), points = kernel.grid[-1], math.prod(n for _, n in kernel.grid)
@@ -574,7 +575,7 @@ def _vector(kernel: Kernel) -> int:
     # an axis without others may end within a vector; a thread that waits for the place of its rows, and then for them, moves more
     size = width(kernel.body, (), var, 0 if extent == points else extent, 2 if moves and _at_position(kernel) else 1)
     stored = max(1, sum(isinstance(s, Store) for s in kernel.body))  # elements of a point
-    while size > 1 and points * stored // size < (MOVING_THREADS if moves else BUSY_THREADS):
+    while size > 1 and (points * stored + beside) // size < (MOVING_THREADS if moves else BUSY_THREADS):
         size //= 2
     return size
 

@@ -23,8 +23,7 @@ from rlx.driver import files
 
 SMALL = 64 << 10  # bytes of an array that the driver copies at once, from any memory
 PIECE = 4 << 20
-PIECES = 8
-THREADS = 4  # a thread of the host copies less than the bus moves
+PIECES = THREADS = 8  # a thread of the host copies an eighth of what the bus moves
 ALONE = 2 * PIECE  # bytes up to which other threads do not pay
 SHORT = 64 << 10  # bytes that one block of a kernel moves to the host sooner than the copy engine
 READERS, WARP, MOVED = 1024, 32, 16  # threads of that block, at most, and at least; bytes that each moves at once
