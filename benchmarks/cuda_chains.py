@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import rlx
 from benchmarks.cuda_measure import header, interleaved, kernel_times, replay
 
+MANY = 32  # operands of a concat
 SORTS = ("sort", "top 50")
 SLACK = {"f32": 2e-5, "bf16": 1e-2}
 
@@ -75,6 +76,9 @@ def cases(rows: int, cols: int) -> Iterator[Case]:
     yield Case("where", lambda x, y, z: rlx.where(x > y, y, z), lambda t, x, y, z: t.where(x > y, y, z), (full,) * 3)
     yield Case("concat rows", lambda x, y: rlx.concat([x, y], axis=0), lambda t, x, y: t.cat([x, y], 0), (full, full))
     yield Case("concat columns", lambda x, y: rlx.concat([x, y], axis=1), lambda t, x, y: t.cat([x, y], 1), (full, full))
+    tall, wide = [(max(1, rows // MANY), cols)] * MANY, [(rows, max(1, cols // MANY))] * MANY
+    yield Case(f"concat rows of {MANY}", lambda *x: rlx.concat(x, axis=0), lambda t, *x: t.cat(x, 0), (*tall,))
+    yield Case(f"concat columns of {MANY}", lambda *x: rlx.concat(x, axis=1), lambda t, *x: t.cat(x, 1), (*wide,))
     moved = partial(Case, below=rows, distinct=True)
     yield moved("take rows", lambda x, i: rlx.gather(x, i, axis=0), lambda t, x, i: x[i], (full, (rows,)))
     yield moved("add to rows", lambda x, u, i: rlx.scatter_add(x, i, u), lambda t, x, u, i: x.index_add(0, i, u),

@@ -142,6 +142,7 @@ APPLIES = [
     ("pool_narrow", lambda x: ops.max_pool(ops.cast(constant(BYTES), "f32") * 0.5 - 3.0, window=900, strides=900), ("f32",)),
     ("slice_known_rows", lambda x: ops.gather(constant(np.arange(6.0).reshape(3, 2)), 1), ("f32",)),
     ("slice_known_rows", lambda x: ops.gather(constant(np.arange(20.0).reshape(2, 10)), [1, 4, 7], axis=1), ("f32",)),
+    ("join_by_parts", lambda x: ops.concat(*[constant(np.arange(3.0))] * 200), ("f32",)),
     ("choose_the_only_one", lambda x: ops.argmax(x.reshape(2, 3, 1, 4), axis=2), (*FLOATS, *INTS)),
     ("choose_the_only_one", lambda x: ops.argmin(x.reshape(2, 3, 4, 1), keepdims=True), ("f32",)),
 ]

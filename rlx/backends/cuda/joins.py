@@ -10,7 +10,7 @@ from dataclasses import replace
 from rlx.backends.cuda.edges import edges_along, part_of
 from rlx.backends.cuda.groups import chosen
 from rlx.backends.cuda.render import CudaWriter
-from rlx.backends.cuda.schedule import Launch, vector_of
+from rlx.backends.cuda.schedule import Launch, of_a_thread
 from rlx.ir.kernel import Kernel, Load, Loop, Store, Var, coefficient, walk
 from rlx.ir.nest import changed, stores, substitute
 from rlx.records import record
@@ -54,7 +54,7 @@ def joined(kernel: Kernel, launch: Callable[[Kernel], Launch]) -> JoinLaunch | N
     parts = [_part(kernel, launch, var, low, high - low) for low, high in zip(ends, ends[1:])]
     if not all(type(p.launch) is Launch and _plain(p.launch) for p in parts):
         return None
-    parts = [replace(p, launch=_wide(p.launch, points)) for p in parts]
+    parts = [replace(p, launch=_beside(p.launch, points)) for p in parts]
     return JoinLaunch(kernel, 1, max(p.launch.threads for p in parts), members=tuple(parts))
 
 
@@ -77,10 +77,10 @@ def _plain(at: Launch) -> bool:
     return at.team == at.parts == 1 and not (at.scratch or at.counters or at.shared or at.peel) and run >= RUN
 
 
-def _wide(at: Launch, points: int) -> Launch:
-    """With vectors as wide as of so many points."""
-    size = vector_of(at.kernel, points)
-    return replace(at, vector=size) if at.repeats == 1 and at.kernel.grid[-1][1] % size == 0 else at
+def _beside(at: Launch, points: int) -> Launch:
+    """With as many points of a thread as beside so many points of other parts."""
+    vector, repeats = of_a_thread(at.kernel, points)
+    return replace(at, vector=vector, repeats=repeats)
 
 
 class JoinWriter(CudaWriter):

@@ -267,11 +267,7 @@ def _of_rows(
         return Launch(kernel, THREADS, THREADS, parts=parts, adjacent=True)  # adjacent blocks go on along a row
     if team == 1:
         kernel = rows_last(in_loops(long_sums(kernel)))
-        vector = vector_of(kernel)
-        whole = vector > 1 and kernel.grid[-1][1] % vector == 0 and not _at_position(kernel)
-        repeats = _vectors_apart(kernel, vector) if whole else _repeats(kernel)
-        if not whole:
-            vector, repeats = (1, repeats) if repeats > 2 * vector or vector == 1 else (vector, 1)
+        vector, repeats = of_a_thread(kernel)
         return Launch(kernel, 1, threads, vector=vector, repeats=repeats)
     return _with_memory(Launch(kernel, team, threads))
 
@@ -565,9 +561,17 @@ def _work(loop: Loop) -> int:
     return loop.extent * max([1, *(_work(s) for s in loop.body if isinstance(s, Loop))])
 
 
-def vector_of(kernel: Kernel, beside: int = 0) -> int:
-    """Points of the last axis that a thread computes at once: as many as leave every multiprocessor busy, with so many points of
-    others `beside`."""
+def of_a_thread(kernel: Kernel, beside: int = 0) -> tuple[int, int]:
+    """Points of the last axis that a thread computes at once, and how many times it does: as many as leave every multiprocessor
+    busy, with so many points of other kernels `beside`."""
+    vector = _vector(kernel, beside)
+    whole = vector > 1 and kernel.grid[-1][1] % vector == 0 and not _at_position(kernel)
+    repeats = _vectors_apart(kernel, vector, beside) if whole else _repeats(kernel, beside)
+    return (vector, repeats) if whole else (1, repeats) if repeats > 2 * vector or vector == 1 else (vector, 1)
+
+
+def _vector(kernel: Kernel, beside: int) -> int:
+    """Points of the last axis that a thread computes at once."""
     if not kernel.grid or any(x.var is kernel.grid[-1][0] for x in kernel.limits):
         return 1
     (var, extent), points = kernel.grid[-1], math.prod(n for _, n in kernel.grid)
@@ -580,13 +584,13 @@ def vector_of(kernel: Kernel, beside: int = 0) -> int:
     return size
 
 
-def _vectors_apart(kernel: Kernel, vector: int) -> int:
-    """Vectors of a thread: with one that is short, or that waits for its place, too few bytes are on their way. As many as leave
-    every multiprocessor busy, and have room in registers."""
+def _vectors_apart(kernel: Kernel, vector: int, beside: int) -> int:
+    """Vectors of a thread: with one that is short, or that waits for its place, too few bytes are on their way. As many as have
+    room in registers."""
     plain = not kernel.limits and all(isinstance(s, Let | Store | Check) for s in kernel.body)
     if kernel.locals or not plain:
         return 1
-    var, points = kernel.grid[-1][0], math.prod(n for _, n in kernel.grid) // vector
+    var, points = kernel.grid[-1][0], (math.prod(n for _, n in kernel.grid) + beside) // vector
     read = loads(kernel.body, (), var, vector)
     widest = max(x.buffer.dtype.itemsize for x in [*read, *stores(kernel.body, var, vector)])
     size = max(1, BYTES // (vector * widest)) * (FOLLOWED if _places(kernel) else 1)
@@ -596,13 +600,12 @@ def _vectors_apart(kernel: Kernel, vector: int) -> int:
     return size
 
 
-def _repeats(kernel: Kernel) -> int:
-    """Points of a thread that loads elements one by one: with one, too few bytes are on their way. As many as leave every
-    multiprocessor busy."""
+def _repeats(kernel: Kernel, beside: int) -> int:
+    """Points of a thread that loads elements one by one: with one, too few bytes are on their way."""
     plain = not kernel.limits and all(isinstance(s, Let | Store | Check) for s in kernel.body)
     if kernel.locals or not plain or not (found := loads_ahead(kernel.body)):
         return 1
-    points, widest = math.prod(n for _, n in kernel.grid), max(b.dtype.itemsize for b in kernel.buffers)
+    points, widest = math.prod(n for _, n in kernel.grid) + beside, max(b.dtype.itemsize for b in kernel.buffers)
     size = min(MOST, BYTES // widest, FEW_REGISTERS // len(found))
     while size > 1 and points // size < 2 * BUSY_THREADS:
         size //= 2
