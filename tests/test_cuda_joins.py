@@ -27,14 +27,19 @@ CASES: dict[str, tuple[list[Dims], int, str]] = {  # the dims of parts, the axis
     "of an axis between": ([(4, 1 + i % 5, 6, 8) for i in range(50)], 1, "f64"), "of rows": ([(700,)] * 30, 0, "i8"),
     "unequal columns": ([(64, 8 * (1 + i % 4)) for i in range(16)], 1, "i32"),
 }  # fmt: skip
+COMPUTED = ("nothing", "parts", "whole")
 
 
-def joined(name: str, computed: bool = False) -> rlx.Graph:
-    """The concat, or numbers computed of its elements."""
+def doubled(x, i: int, computed: str):
+    return x + x if computed == "parts" and i % 3 == 1 else x
+
+
+def joined(name: str, computed: str = "nothing") -> rlx.Graph:
+    """The concat, of which "parts" are computed where it reads them, or the "whole" after it."""
     dims, axis, dtype = CASES[name]
     g = rlx.Graph("joined")
-    whole = rlx.concat([g.input(f"x{i}", d, dtype) for i, d in enumerate(dims)], axis=axis)
-    g.set_outputs([whole + whole if computed else whole])
+    whole = rlx.concat([doubled(g.input(f"x{i}", d, dtype), i, computed) for i, d in enumerate(dims)], axis=axis)
+    g.set_outputs([whole + whole if computed == "whole" else whole])
     return g
 
 
@@ -43,9 +48,9 @@ def drawn(name: str) -> list[np.ndarray]:
     return [rng.integers(-60, 60, d).astype(rlx.ir.as_dtype(dtype).numpy) for d in dims]
 
 
-def expected(name: str, computed: bool) -> np.ndarray:
-    whole = np.concatenate(drawn(name), CASES[name][1])
-    return whole + whole if computed else whole
+def expected(name: str, computed: str) -> np.ndarray:
+    whole = np.concatenate([doubled(x, i, computed) for i, x in enumerate(drawn(name))], CASES[name][1])
+    return whole + whole if computed == "whole" else whole
 
 
 def launch(g: rlx.Graph) -> Launch:
@@ -53,9 +58,9 @@ def launch(g: rlx.Graph) -> Launch:
     return launch_of(step.kernel)
 
 
-@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize("computed", COMPUTED)
 @pytest.mark.parametrize("name", CASES)
-def test_parts_have_all_elements(name: str, computed: bool) -> None:
+def test_parts_have_all_elements(name: str, computed: str) -> None:
     found, wanted = launch(joined(name, computed)), expected(name, computed)
     assert isinstance(found, JoinLaunch) and found.blocks == sum(p.launch.blocks for p in found.members)
     out, given = np.zeros(2 * wanted.size, wanted.dtype), [x.reshape(-1) for x in drawn(name)]
@@ -87,9 +92,9 @@ def test_what_is_one_function_of_all_parts(dims: list[Dims], axis: int) -> None:
 
 
 @on_gpu
-@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize("computed", COMPUTED)
 @pytest.mark.parametrize("name", CASES)
-def test_joins_are_those_of_numpy(name: str, computed: bool) -> None:
+def test_joins_are_those_of_numpy(name: str, computed: str) -> None:
     compiled = rlx.Session("cuda").compile(joined(name, computed))
     (found,) = compiled.run({f"x{i}": x for i, x in enumerate(drawn(name))})
     np.testing.assert_array_equal(found, expected(name, computed))

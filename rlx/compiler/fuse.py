@@ -390,6 +390,8 @@ class _Fuser:
             bigger = node not in self.updated and math.prod(self.places.memory(node.results[0])) > 2 * base.shape.num_elements
             bigger |= node.op.kind is Kind.REDUCE and value.shape.num_elements > base.shape.num_elements  # windows that overlap
             pointwise = all(n.op.kind is Kind.POINTWISE for n in other.forms)
+            if self.joins_rows and node.op.name == "concat" and pointwise:
+                bigger = False  # each element is computed once
             if self.joins_rows and node.op.name == "gather" and value is node.inputs[1] and base.shape.num_elements > FEW:
                 bigger = not pointwise  # a row's index costs little beside the row; a few are computed beside other small kernels
             if self.joins_rows and node.op.name == "copy" and all(n.op.name == "pad" for n in other.forms):
