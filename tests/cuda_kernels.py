@@ -30,7 +30,7 @@ from op_cases import cases
 
 import rlx
 from rlx.backends.cuda.backend import target
-from rlx.backends.cuda.code import launch_of, text_of
+from rlx.backends.cuda.code import launch_of, options_of, text_of
 from rlx.backends.cuda.schedule import Launch
 from rlx.compiler import lower
 from rlx.frontends.models import bert, decoder
@@ -178,10 +178,10 @@ def units(built: list[Built]) -> Iterator[tuple[str, list[Built]]]:
 def assembled(text: str, arch: str) -> str:
     """The reports of compiler and assembler on a translation unit. A line that is new each time keeps a compiler that has a cache
     from answering out of it, without a word."""
-    from cuda.core import Program, ProgramOptions  # type: ignore[reportAttributeAccessIssue]
+    from cuda.core import Program  # type: ignore[reportAttributeAccessIssue]
 
     log = io.StringIO()
-    options = ProgramOptions(arch=arch, std="c++17", fma=False, ptxas_options=["-v"], disable_warnings=True, no_cache=True)
+    options = options_of(arch, ptxas_options=["-v"], disable_warnings=True, no_cache=True)
     Program(f"{text}\n// {uuid4()}\n", "c++", options).compile("cubin", logs=log)
     return log.getvalue()
 
