@@ -317,7 +317,7 @@ def ptx(text: str, arch: str) -> str:
 
 
 def options_of(arch: str, **more: Any) -> Any:
-    """Options of NVRTC. `minimal` leaves out textures and functions of the CUDA runtime, whose declarations take 5 ms a kernel."""
+    """Options of NVRTC. `minimal` leaves out textures and functions of the CUDA runtime, whose declarations take 5 ms."""
     from cuda.core import ProgramOptions  # type: ignore[reportAttributeAccessIssue]
 
     return ProgramOptions(arch=arch, std="c++17", fma=False, minimal=True, **more)
