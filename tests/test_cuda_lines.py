@@ -215,6 +215,19 @@ def test_shared_memory_keeps_strips_of_columns(name):
         assert found.parts * found.part >= last.body[0].extent and found.rounds * found.rows >= found.part  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("columns", [4096, 4104])
+def test_numbers_of_whole_strips_are_stored_once(columns):
+    """The last strip of 4,104 columns has lanes behind the last one."""
+    g = rlx.Graph("g")
+    x = g.input("x", (1024, columns), "bf16").astype("f32")
+    most = rlx.max(x, axis=0, keepdims=True)
+    g.set_outputs([most, rlx.sum(rlx.exp(x - rlx.where(most == -np.inf, 0.0, most)), axis=0)])
+    found = launch_of(next(iter(kernels(g))), "sm_90a")
+    text = text_of(found, "kernel")
+    assert isinstance(found, StripsLaunch) and "if (me == 0 && part == 0 && !spare) {" in text and cubin(text, "sm_90a")
+    assert "rlx_exp_17_flushed(" in text, "a sum is 1 at least, or 0"
+
+
 def test_a_row_of_a_strip_is_copied_and_stored_once():
     """Lanes behind the last column read it again, and store nothing; nor are there rows behind the last one."""
     found = launch_of(one(lambda g: softmax(g.input("x", (3000, 3004), "bf16"))), "sm_90a")
@@ -282,7 +295,9 @@ NORMS = {  # of long rows: op, dims, dtype; exchanges of a row; None: no cluster
     "a block": (lambda x, y, a, b: rlx.layer_norm(x, a, b), (6000, 11_264), "bf16", 1),
     "that the cache keeps": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), (1000, 8192), "bf16", None),
     "long, and the cache keeps them": (lambda x, y, a, b: rlx.layer_norm(x, a, b), (300, 50_304), "bf16", 1),
-    "params that have no room": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), (200, 151_936), "f32", 1),
+    "params that sixteen have room for": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), (200, 151_936), "f32", 1),
+    "params that they have no room for": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), (140, 250_000), "f32", 1),
+    "too long for sixteen": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), (100, 320_000), "f32", None),
     "a maximum and a sum": (lambda x, y, a, b: rlx.softmax(x + a), (1334, 50_304), "f32", 1),
     "a variance of squares": (lambda x, y, a, b: of_squares(x) * a + b, (1334, 50_304), "f32", 2),
     "few rows": (lambda x, y, a, b: rlx.layer_norm(x, a, b), (30, 50_304), "bf16", None),
@@ -292,6 +307,9 @@ NORMS = {  # of long rows: op, dims, dtype; exchanges of a row; None: no cluster
     "rows that begin anywhere": (lambda x, y, a, b: rlx.layer_norm(x, a, b), (1334, 50_257), "f32", None),
     "no params": (lambda x, y, a, b: rlx.layer_norm(x), (5000, 12_288), "bf16", 1),
     "no params, and 32 bits": (lambda x, y, a, b: rlx.softmax(x), (5000, 12_288), "f32", None),
+    "long ones": (lambda x, y, a, b: rlx.softmax(x), (400, 90_000), "f32", 1),
+    "long ones with sums alone": (lambda x, y, a, b: rlx.layer_norm(x), (400, 90_000), "f32", None),
+    "longer ones": (lambda x, y, a, b: rlx.softmax(x), (300, 110_000), "f32", None),
     "longer than clusters keep otherwise": (lambda x, y, a, b: rlx.softmax(x), (300, 151_936), "f32", 1),
     "two waits, and no params": (lambda x, y, a, b: x / rlx.max(x, axis=1, keepdims=True) - rlx.sum(x, axis=1, keepdims=True),
                                  (5000, 12_288), "f32", None),

@@ -257,7 +257,9 @@ ALIKE = {  # op of x, y and vectors a, b; rows, columns of blocks or clusters
     "two that stay, with vectors of 8 bytes": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), 1203, 12_004),
     "no vectors": (lambda x, y, a, b: rlx.layer_norm(x), 1801, 12_288),
     "exponentials": (lambda x, y, a, b: rlx.log_softmax(x + a), 803, 20_008),
-    "vectors that have no room": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), 61, 151_936),
+    "sixteen that stay": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), 61, 151_936),
+    "vectors that have no room": (lambda x, y, a, b: rlx.layer_norm(x + y, a, b), 47, 250_004),
+    "long rows": (lambda x, y, a, b: rlx.softmax(x), 221, 90_004),
     "two waits": (lambda x, y, a, b: rlx.softmax(x * a) * rlx.rsqrt(rlx.mean(x * x, axis=1, keepdims=True)), 901, 12_288),
 }  # fmt: skip
 
@@ -514,6 +516,7 @@ STRIPS = {  # columns that shared memory keeps: op along axis -2, dims; clusters
     "eight": (lambda x: x * rlx.sum(x, axis=0, keepdims=True), (9001, 1032)),
     "two sums": (lambda x: x * rlx.sum(x * x, axis=0, keepdims=True) - rlx.sum(x, axis=0, keepdims=True), (1025, 4104)),
     "and the greatest": (lambda x: [x - rlx.max(x, axis=0, keepdims=True), rlx.max(x, axis=0)], (1025, 4104)),
+    "no other column": (lambda x: [x - rlx.max(x, axis=0, keepdims=True), rlx.max(x, axis=0)], (1025, 4096)),
     "in place": (lambda x: (y := rlx.sort(x)[0]) - rlx.max(y, axis=0, keepdims=True), (4097, 1032)),
 }
 

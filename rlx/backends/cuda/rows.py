@@ -3,16 +3,20 @@ read once and no loop waits for shared memory."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from itertools import product
 
 from rlx.backends.cuda.vectors import BYTES, MOST, loads, stores, width
 from rlx.ir.dtype import f64, index_
-from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Kernel, Let, Load, Local, Loop, Store, Var, expressions, kept, walk
 from rlx.ir.nest import distinct, operands, postorder, substitute
 from rlx.ir.overlap import may_overlap
 from rlx.records import record
+
+from rlx.ir.kernel import (  # isort: skip
+    Alu, Buffer, Check, Const, Expr, Kernel, Let, Load, Local, Loop, Store, Var, expressions, is_const, kept, walk,
+)  # fmt: skip
 
 AGAIN = 8  # operations of an element that are worth computing again, of those of which each takes a few instructions
 CHEAP = frozenset("add sub mul neg max min abs exp cast select lt le eq ne and or not".split())
@@ -128,6 +132,12 @@ def only_added(kernel: Kernel) -> bool:
     results below 2^-126 whether those that are below that are 0."""
     loops = [s for s in kernel.body if isinstance(s, Loop)]
     tops = {r.result: expr_key(r.value, s.var) for s in loops for r in s.reduces if r.op == "max"}
+    values = {s.var: s.value for s in kernel.body if isinstance(s, Let)}
+    for var, e in values.items():  # 0 in place of the greatest one, where that is -inf, and so are all
+        if isinstance(e, Alu) and e.op == "select" and e.args[2] in tops and is_const(e.args[1], 0):
+            none = values.get(e.args[0])  # type: ignore[call-overload]
+            if isinstance(none, Alu) and none.op == "eq" and none.args[0] is e.args[2] and is_const(none.args[1], -math.inf):
+                tops[var] = tops[e.args[2]]  # type: ignore[index]
     held = {x.buffer for s in loops for x in s.body if isinstance(x, Store) and isinstance(x.buffer, Local)}
     made = dict[int, Expr]()  # exponentials, and products of them
     for s in loops:

@@ -19,12 +19,13 @@ from rlx.ir.kernel import EXTREMES, Alu, Buffer, Kernel, Let, Load, Local, Loop,
 from rlx.ir.overlap import may_overlap
 from rlx.records import record
 
-PARTS = (1, 2, 4, 8)
+PARTS, WIDE = (1, 2, 4, 8), (2 * CLUSTER,)  # blocks of a cluster; where fewer have no room for a row and its parameters
 AT_ONCE = range(1, 7)  # blocks of a multiprocessor
 ROUNDS = range(2, 17)  # vectors of a thread in a row
 LEAST_TEAM, MOST_TEAM, THREADS = 96, 512, (448, 1024)  # threads of a block, and of a multiprocessor
 FILE, REST, EACH = 64 << 10, 44, 4  # registers of a multiprocessor; of a thread besides its elements; for 32 warps of a cluster
 FLYING = 85_000  # bytes of rows that are on their way from and to memory at once, of a multiprocessor
+LONG, LONG_FLYING = (300_000, 400_000), 170_000  # bytes of rows of a softmax of f32 that gain, too; on their way then
 OVER, LONE, SHORT = 0.5, 0.3, 0.1  # more bytes lose less than fewer; a block that is alone, and two vectors, lose
 LEAST = {2: 16 << 10, 4: 40 << 10}  # bytes read and written of a row, at least, by those of an element
 PLAIN = 48 << 10  # bytes of a row without parameters, at most
@@ -69,8 +70,10 @@ def forms(at: Launch, most: int) -> list[tuple[float, Launch]]:
         return []
     held = [*(k[0].dtype.itemsize for k in row.keys), *(4 for _ in row.locals)]  # type: ignore[attr-defined]
     whole = LINE // min(_sizes(given))
-    for known in (kept, {}):  # without room for parameters, each row reads them again
-        for parts, at_once, rounds in product(PARTS, AT_ONCE, ROUNDS) if not made else ():
+    flying = FLYING if kept or max(_sizes(given)) <= 2 or at.parts > CLUSTER else LONG_FLYING
+    wide = WIDE if max(_sizes(given)) <= 4 else ()  # of f64 they were not timed
+    for known, clusters in product((kept, {}), (PARTS, wide)):  # without room for parameters, each row reads them again
+        for parts, at_once, rounds in product(clusters, AT_ONCE, ROUNDS) if not made else ():
             part = -(-row.extent // (whole * parts)) * whole
             team = -(-part // (row.size * rounds * WARP)) * WARP
             shared, warps = sum(_room(part * n) for n in _sizes(known | given)), parts * team // WARP
@@ -85,7 +88,7 @@ def forms(at: Launch, most: int) -> list[tuple[float, Launch]]:
                 clustered=True, at_once=at_once,
             )  # fmt: skip
             if at.points * parts >= TURNS * form.blocks:
-                off, idle = math.log(at_once * part * moved / FLYING), rounds * row.size * team / part - 1
+                off, idle = math.log(at_once * part * moved / flying), rounds * row.size * team / part - 1
                 made.append((max(-off, OVER * off) + idle + LONE * (at_once == 1) + SHORT * (rounds == 2), form))
     return made
 
@@ -104,7 +107,9 @@ def _rows(at: Launch) -> tuple[Kernel, Row, Loads, Loads] | None:
         return None
     once, wide = sum(len(s.reduces) for s in loops) - len(_pairs(kernel)) == 1, max(_sizes(given))
     short = wide <= 2 and row.size * wide == BYTES and row.extent * sum(_sizes(given)) <= PLAIN
-    return (kernel, row, given, kept) if kept or (once and (short or at.parts > CLUSTER)) else None
+    softened = any(r.op == "max" for s in loops for r in s.reduces) and _sizes(given) == [4] and row.size * 4 == BYTES
+    long = (softened and LONG[0] < row.extent * 4 <= LONG[1]) or at.parts > CLUSTER
+    return (kernel, row, given, kept) if kept or (once and (short or long)) else None
 
 
 def _sizes(found: Loads) -> list[int]:

@@ -154,7 +154,8 @@ class StripsWriter(CudaWriter):
         at = self.launch
         yield f"const int me = threadIdx.x / {at.across};  // its first row"
         yield f"const rlx_index line = blockIdx.x / {at.parts}, part = blockIdx.x % {at.parts};"
-        stops = [f"const bool spare = point >= {at.points};", f"if (spare) point = {at.points - 1};"] if self.spare else []
+        stops = [f"const bool spare = point >= {at.points};", f"if (spare) point = {at.points - 1};"]
+        stops = stops if self.spare else ["const bool spare = false;"]
         yield from self.of_point(f"(rlx_uindex)line * {at.across} + threadIdx.x % {at.across}", *stops)
 
     def body(self) -> None:
