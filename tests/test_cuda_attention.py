@@ -80,6 +80,39 @@ def test_clusters_share_the_keys_of_few_queries(queries, keys, heads, want):
     assert (found.shape.groups, found.shape.pack, found.shape.parts, found.blocks) == want
 
 
+@pytest.mark.parametrize(
+    "batch, heads, keys, size, want",
+    [
+        (1, (32, 8), 300, 128, None),  # decode.h
+        (1, (32, 8), 4096, 128, (4, 8, 1)),  # heads of a tile, blocks of a cluster, blocks of a multiprocessor
+        (16, (32, 8), 300, 128, (4, 1, 2)),
+        (16, (32, 8), 4096, 128, None),
+        (20, (32, 8), 4096, 128, (4, 1, 2)),  # blocks of decode.h do not fill the GPU
+        (64, (32, 8), 4096, 128, None),
+        (10, (16, 8), 2048, 256, (2, 1, 1)),
+        (64, (12, 12), 197, 64, (1, 1, 2)),
+    ],
+)
+def test_one_query_takes_warp_groups_where_they_are_faster(batch, heads, keys, size, want):
+    found = launch((batch, heads[0], 1, size), (batch, heads[1], keys, size), "bf16")
+    at = found.shape if isinstance(found, FlashLaunch) else None
+    assert (at and (at.pack, at.parts, at.resident)) == want
+
+
+def test_blocks_draw_tiles_that_differ_in_their_keys():
+    """Each has one otherwise, or takes turns."""
+    for heads, mask, counters in (16, "causal", 1), (16, "sliding_window", 1), (16, "none", 0), (2, "causal", 0):
+        window = 300 if mask == "sliding_window" else 0
+        found = launch((4, heads, 2000, 128), (4, heads, 2000, 128), "f16", mask=mask, window=window)
+        assert isinstance(found, FlashLaunch) and found.counters == counters
+
+
+def test_pairs_have_the_shorter_tiles_of_a_causal_mask_in_a_second_round():
+    for mask, blocks in ("causal", 256), ("none", 128):
+        found = launch((1, 8, 2048, 256), (1, 4, 2048, 256), "bf16", mask=mask)
+        assert isinstance(found, FlashLaunch) and found.blocks == blocks
+
+
 def test_heads_with_masks_of_their_own_are_no_rows_of_one_tile():
     found = launch((1, 8, 64, 64), (1, 2, 8192, 64), "f16", mask="bias", operand=(8, 64, 8192))
     assert isinstance(found, FlashLaunch) and (found.shape.pack, found.shape.parts) == (1, 8)
@@ -120,6 +153,13 @@ SHAPES = {
     "clusters over a cache": ((2, 10, 37, 40), (2, 2, 3001, 40), "f16", {"mask": "causal", "positioned": True}),
     "clusters, long heads": ((1, 16, 23, 256), (1, 2, 5000, 256), "bf16", {"mask": "sliding_window", "window": 1100}),
     "clusters, a bias": ((1, 4, 70, 96), (1, 2, 2500, 96), "bf16", {"mask": "bias", "operand": (4, 70, 2500), "cap": 5.0}),
+    "drawn tiles": ((3, 50, 300, 64), (3, 50, 300, 64), "f16", {"mask": "causal"}),
+    "drawn tiles over a cache": ((2, 40, 270, 256), (2, 10, 400, 256), "bf16", {"mask": "causal", "positioned": True}),
+    "pairs in two rounds": ((1, 2, 4000, 64), (1, 1, 4000, 64), "f16", {"mask": "causal"}),
+    "one query": ((25, 32, 1, 128), (25, 8, 301, 128), "bf16", {}),
+    "one query and clusters": ((1, 32, 1, 128), (1, 8, 4000, 128), "f16", {}),
+    "one query in a cache": ((70, 8, 1, 128), (70, 8, 900, 128), "bf16", {"mask": "causal", "positioned": True}),
+    "two blocks of a multiprocessor": ((70, 4, 60, 64), (70, 4, 200, 64), "f16", {"mask": "causal"}),
     "clusters, a mask": ((2, 3, 9, 64), (2, 3, 3000, 64), "f16", {"mask": "custom", "operand": (2, 1, 1, 3000)}),
 }
 
@@ -227,7 +267,8 @@ def test_results_agree_with_float64(name):
     attrs = AttentionAttrs(**{n: v for n, v in facts.items() if n in AttentionAttrs.__annotations__})
     exact = [a if a.dtype.kind in "bi" else np.asarray(a, np.float64) for a in inputs.values()]
     want = OPS["attention"].reference(attrs, *exact)
-    (found,) = compiled.run(inputs)
+    (found,), (again,) = compiled.run(inputs), compiled.run(inputs)
+    np.testing.assert_array_equal(found, again)
     found = np.asarray(found, np.float64)
     assert np.isfinite(found).all()
     assert np.linalg.norm(found - want) <= MOST[dtype] * np.linalg.norm(want)

@@ -24,6 +24,7 @@ MOST_PARTS = 16
 TILE, WARPS, LANES = 8, 8, 32  # rows of a tile of tensor cores; warps of its block
 PAIR, LONG, LONGER = 2, 2048, 8192  # blocks of a cluster where keys are as many; keys from which on they have all WARPS
 CLUSTER = 8  # blocks, at most: as many as every GPU with clusters has
+SHARING, SHARING_SMALL = (2,), (2, 3, 4)  # blocks of half the WARPS that share a multiprocessor; with heads of at most 64
 EACH = 3  # times that a block loads keys before further ones go to other blocks, whose sums have to be added
 FEW_BYTES = 96 << 10  # of keys and values on their way to such a block
 ORDERED = ("causal", "sliding_window")  # masks
@@ -51,8 +52,8 @@ def claim(node: Node) -> str | None:
 @record
 class AttentionLaunch(Launch):
     """For few rows only: `lanes` of one key, `ahead` keys that a lane loads at once, `parts` of the keys; else 0, 0, 1; `stages`
-    of such loads, and the bytes of their `area`. Without tensor cores: `block`, keys at once; `across`, threads of a
-    row; `resident`, blocks of a multiprocessor."""
+    of such loads, and the bytes of their `area`. `resident`: blocks of a multiprocessor. Without tensor cores: `block`, keys at
+    once; `across`, threads of a row."""
 
     tall: int = 64
     tensor: bool = True
@@ -129,25 +130,32 @@ def launch(kernel: Kernel, multiprocessors: int = 132, most: int = 227 << 10, cl
 
 
 def _decoding(kernel: Kernel, tiles: int, rows: int, multiprocessors: int) -> AttentionLaunch:
-    """Few rows on tensor cores. Where key heads are many, smaller blocks share a multiprocessor; where keys are few, they leave
-    room for blocks of the product behind them, whose weights are then there in time. Clusters of more than two blocks, each of
-    which fills a multiprocessor, do not fill the GPU: with more of them some would run after the others."""
+    """Few rows on tensor cores. Blocks of half the WARPS share a multiprocessor; where key heads are few, they leave room for
+    blocks of the product behind them, whose weights are then there in time. As many blocks share keys as run at once."""
     native = native_of(kernel)
     assert native is not None
     size, (*_, keys, width) = native.inputs[0].dims[3], native.inputs[2].dims
+    sharing = SHARING_SMALL if max(size, width) <= 64 else SHARING
     parts = CLUSTER
-    while parts > 1 and tiles * parts > (multiprocessors if parts == PAIR else multiprocessors * 3 // 4):
+    while parts > 1 and tiles * parts > at_once(parts, sharing[-1] * multiprocessors):
         parts //= 2
     shares = max(1, multiprocessors // (tiles * PAIR)) if keys >= LONG else 1
-    if shares > 1:
-        parts = PAIR
-    warps = WARPS if keys >= LONGER and tiles * parts <= multiprocessors else WARPS // 2
+    shares, parts = (shares, PAIR) if shares > 1 and shares * PAIR >= parts else (1, parts)
+    pairs = shares == 1 and parts == PAIR and keys >= LONG // 2  # which leave no room to others anyhow
+    warps = WARPS if (keys >= LONGER or pairs) and tiles * parts <= multiprocessors else WARPS // 2
+    rounds = {n: -(-tiles * parts * shares // at_once(parts, n * multiprocessors)) for n in sharing}
     slots = warps // (2 if width > 128 else 1)
     nbytes = 32 * size + 4 * slots * rows * (width + 4 * parts)
     return AttentionLaunch(
         kernel, LANES * warps, LANES * warps, shared=nbytes, scratch=8 * rows * width // parts if shares > 1 else 0,
         counters=tiles * parts if shares > 1 else 0, tall=rows, tensor=False, tiles=tiles, parts=parts * shares, cluster=parts,
+        resident=1 if warps == WARPS else min(sharing, key=lambda n: (rounds[n] * n, -n)),
     )  # fmt: skip
+
+
+def at_once(cluster: int, blocks: int) -> int:
+    """Of so many blocks, those that run at once in clusters: larger ones than pairs leave some multiprocessors out."""
+    return blocks if cluster <= PAIR else blocks * 3 // 4
 
 
 def tensor_bytes(size: int, width: int, tall: int) -> int:
@@ -245,7 +253,7 @@ class AttentionWriter(CudaWriter):
         lines += [header(f"{file}.h") for file in (["attention"], ["attention", "warps", "decode"])[at.cluster > 0]]
         lines += [] if at.lanes or at.cluster else [header(f"{way}.h")]
         few = at.cluster > 0 and at.threads < LANES * WARPS  # blocks that share a multiprocessor
-        bound = f", {2 if few else at.resident}" if few or at.block else ""
+        bound = f", {at.resident}" if few or at.block else ""
         cluster = f"__cluster_dims__({at.cluster}) " if at.cluster > 1 else ""
         lines += [f'extern "C" __global__ void {cluster}__launch_bounds__({at.threads}{bound})', f"{name}({arguments}) {{"]
         lines += [] if at.cluster else [BEGIN]

@@ -5,7 +5,7 @@
    Scores of a block of keys come from shared memory, stay in registers, and are the left operand of the product with the values.
    The softmax of a block runs while the tensor cores do the product of the block before it, and, where groups take turns
    (rlx_turn), the products of another group. The lines before this file give the constants of attention.h, and
-   GROUPS, BLOCK (keys), STAGES (of the ring), PACK, PARTS, HEAD_BAND (packs of heads walked together), VECTOR (elements of a store),
+   GROUPS, BLOCK (keys), STAGES (of the ring), PACK, PARTS, DRAWN, HEAD_BAND (packs of heads walked together), VECTOR (of a store),
    rlx_scores(s, q, k, add): s = q @ kT (+ s), 16 deep, and rlx_values(sums, p, v, add): sums = p @ v (+ sums), 16 keys. */
 constexpr int TILE_ROWS = 64 * GROUPS, EACH = 64 / PACK, TILE_QUERIES = EACH * GROUPS; /* EACH: queries of a group */
 constexpr int DOWN = (QUERIES + TILE_QUERIES - 1) / TILE_QUERIES, PACKS = BATCH * HEADS / PACK, TILES = PACKS * DOWN;
@@ -35,12 +35,17 @@ template <int N> RLX_FN void rlx_ready(float (&x)[N]) {
    They see keys [low, end), of those that are the block's; `first`: position of query 0. */
 struct rlx_queries { int b, h, row0, low, end, first; };
 
-/* Blocks take tiles in turns; -1: there are no more. Within a band of heads, whose keys stay in the L2 cache, tiles with more keys
-   come first. */
-RLX_FN int rlx_nth(int round) {
-  const int n = (round * gridDim.x + blockIdx.x) / PARTS;
+/* The tile of a block after tile n; -1: there are no more. Where tiles differ in their keys (DRAWN), a block draws it from a counter:
+   each until it gets none, so that the last draw of all is known, and leaves the counter zero. Else blocks take turns. */
+RLX_FN int rlx_next(int n, unsigned* drawn) {
+  if (DRAWN) {
+    n = atomicAdd(drawn, 1);
+    if (n == TILES - 1) *drawn = 0;
+  }
+  n += gridDim.x / PARTS;
   return n < TILES ? n : -1;
 }
+/* Within a band of heads, whose keys stay in the L2 cache, tiles with more keys come first. */
 RLX_FN rlx_queries rlx_tile_at(int n) {
   const int band = n / (HEAD_BAND * DOWN) * HEAD_BAND, rest = n - band * DOWN;
   const int heads = PACKS - band < HEAD_BAND ? PACKS - band : HEAD_BAND, down = rest / heads, head = (band + rest % heads) * PACK;
@@ -65,18 +70,15 @@ template <class S> RLX_FN rlx_queries rlx_tile_of(int n, const S& start, rlx_sta
   return out;
 }
 
-struct rlx_ring { unsigned char *q, *k, *v; uint64_t *q_full, *q_empty, *k_full, *k_empty, *v_full, *v_empty; };
+struct rlx_ring { unsigned char *q, *k, *v; int* tile; uint64_t *q_full, *q_empty, *k_full, *k_empty, *v_full, *v_empty; };
 
 template <class S> RLX_FN void rlx_flash_copies(
-    const rlx_ring& r, const rlx_map* map_q, const rlx_map* map_k, const rlx_map* map_v, const S& start, rlx_status* status) {
-  int turn = 0;
-  for (int round = 0, n; (n = rlx_nth(round)) >= 0; round++) {
+    const rlx_ring& r, const rlx_map* map_q, const rlx_map* map_k, const rlx_map* map_v, const S& start, unsigned* drawn,
+    rlx_status* status) {
+  int turn = 0, round = 0;
+  const auto no_queries = [&] { if (round > 0) rlx_await(r.q_empty, (round - 1) & 1); };
+  for (int n = blockIdx.x / PARTS; n >= 0; n = rlx_next(n, drawn), round++) {
     rlx_queries t = rlx_tile_at(n);
-    if (round > 0) rlx_await(r.q_empty, (round - 1) & 1);
-    rlx_expect(r.q_full, SIZE_PARTS * TILE_QUERIES * PACK * 128);
-    for (int p = 0; p < SIZE_PARTS; p++)
-      for (int g = 0; g < GROUPS; g++)
-        rlx_load_box(r.q + p * Q_PART + g * 64 * 128, map_q, r.q_full, p * 64, 0, t.row0 + g * EACH, t.h / PACK, t.b);
     const auto keys = [&](int n0) {
       const int s = turn % STAGES;
       if (turn >= STAGES) rlx_await(r.k_empty + s, (turn / STAGES - 1) & 1);
@@ -87,14 +89,25 @@ template <class S> RLX_FN void rlx_flash_copies(
     constexpr bool AHEAD = POSITIONED && !WINDOW && PARTS == 1;
     if (AHEAD) keys(0);
     t = rlx_tile_of(n, start, status);
+    if (!AHEAD && t.low < t.end) keys(t.low);
+    no_queries(); /* of the tile before, whose last sums are still to come */
+    *r.tile = n;
+    rlx_expect(r.q_full, SIZE_PARTS * TILE_QUERIES * PACK * 128);
+    for (int p = 0; p < SIZE_PARTS; p++)
+      for (int g = 0; g < GROUPS; g++)
+        rlx_load_box(r.q + p * Q_PART + g * 64 * 128, map_q, r.q_full, p * 64, 0, t.row0 + g * EACH, t.h / PACK, t.b);
     for (int n0 = t.low; n0 < t.end; n0 += BLOCK, turn++) {
       const int s = turn % STAGES;
-      if (!AHEAD || n0 > 0) keys(n0);
+      if (n0 > t.low) keys(n0);
       if (turn >= STAGES) rlx_await(r.v_empty + s, (turn / STAGES - 1) & 1);
       rlx_expect(r.v_full + s, V_BYTES);
       for (int p = 0; p < WIDTH_PARTS; p++) rlx_load_box(r.v + s * V_BYTES + p * KV_PART, map_v, r.v_full + s, p * 64, n0, t.h / GROUP, t.b);
     }
   }
+  if (PARTS > 1) return; /* blocks of a cluster have one tile */
+  no_queries();
+  *r.tile = -1;
+  rlx_arrive(r.q_full);
 }
 
 #define KEYS_LOOKED_UP (MASKED == 1 && MASK_OF_KEYS)
@@ -259,7 +272,10 @@ template <class S, class M, class F> RLX_FN void rlx_flash_sums(
   const auto release = [&](uint64_t* b) { if (lane == 0) rlx_arrive(b); };
   if (GROUPS > 1 && group == GROUPS - 1) rlx_pass(0);
   int turn = 0;
-  for (int round = 0, n; (n = rlx_nth(round)) >= 0; round++) {
+  for (int round = 0;; round++) {
+    rlx_await(r.q_full, round & 1);
+    const int n = __reduce_min_sync(0xffffffffu, *r.tile); /* in a uniform register */
+    if (n < 0) return;
     const rlx_queries t = rlx_tile_of(n, start, (rlx_status*)0);
     const int m0 = t.row0 + group * EACH, row = warp * 16 + lane / 4;
     float top[2] = {NEVER, NEVER}, total[2] = {0, 0}, keep[2], sums[WIDTH / 2], s[BLOCK / 2];
@@ -275,7 +291,6 @@ template <class S, class M, class F> RLX_FN void rlx_flash_sums(
       rlx_await(r.k_full + turn % STAGES, turn / STAGES & 1);
       rlx_all_scores(s, q, r.k + turn % STAGES * K_BYTES);
     };
-    rlx_await(r.q_full, round & 1);
     if (t.low >= t.end) {
       release(r.q_empty);
       #pragma unroll
@@ -346,14 +361,18 @@ template <class S, class M, class F> RLX_FN void rlx_flash_sums(
 
 template <class S, class M, class F> RLX_FN void rlx_flash(
     const rlx_map* map_q, const rlx_map* map_k, const rlx_map* map_v, unsigned char* shared, const S& start, const M* mask,
-    const F& put, rlx_status* status, const int* halt) {
+    const F& put, unsigned* drawn, rlx_status* status, const int* halt) {
   const bool stopped = rlx_halted(halt);
-  if (PARTS == 1 && stopped) return; /* no block of a cluster ends before the others have read its memory */
+  if (PARTS == 1 && stopped) { /* no block of a cluster ends before the others have read its memory */
+    if (DRAWN && threadIdx.x == 0) while (rlx_next(0, drawn) >= 0) {} /* others may have begun before the run failed */
+    return;
+  }
   rlx_ring r;
   r.q = shared, r.k = r.q + Q_BYTES, r.v = r.k + STAGES * K_BYTES;
   float* const staged = (float*)(r.v + STAGES * V_BYTES);
   r.q_full = (uint64_t*)(staged + 4 * GROUPS * 16 * PITCH), r.q_empty = r.q_full + 1;
   r.k_full = r.q_empty + 1, r.k_empty = r.k_full + STAGES, r.v_full = r.k_empty + STAGES, r.v_empty = r.v_full + STAGES;
+  r.tile = (int*)(r.v_empty + STAGES);
   if (threadIdx.x == 0) {
     rlx_barrier(r.q_full, 1), rlx_barrier(r.q_empty, 4 * GROUPS);
     for (int s = 0; s < STAGES; s++) {
@@ -364,10 +383,10 @@ template <class S, class M, class F> RLX_FN void rlx_flash(
   }
   __syncthreads();
   if (threadIdx.x < 128) {
-    if constexpr (GROUPS > 1) rlx_keep<KEPT>();
-    if (threadIdx.x == 0) rlx_flash_copies(r, map_q, map_k, map_v, start, status);
+    if constexpr (KEPT > 0) rlx_keep<KEPT>();
+    if (threadIdx.x == 0) rlx_flash_copies(r, map_q, map_k, map_v, start, drawn, status);
   } else {
-    if constexpr (GROUPS > 1) rlx_take<TAKEN>();
+    if constexpr (TAKEN > 0) rlx_take<TAKEN>();
     rlx_flash_sums(r, staged + (threadIdx.x / 32 - 4) * 16 * PITCH, start, mask, put, stopped);
   }
 }
