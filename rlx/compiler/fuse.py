@@ -19,6 +19,7 @@ from rlx.compiler.facts import Facts
 from rlx.compiler.groups import Group
 from rlx.compiler.operands import computable, producer, row_axes
 from rlx.compiler.packing import contraction, reduction, widens
+from rlx.ir.dtype import f32
 from rlx.ir.graph import Graph, Node, Value, postorder
 from rlx.ir.op import Kind
 from rlx.ir.shape import contiguous_strides
@@ -302,11 +303,19 @@ class _Fuser:
         rows, threads = math.prod(group.dims[:-1]), self.target.threads
         enough = threads == 1 or rows >= MIN_ROWS * self.target.points
         readers = min(threads, self.target.points)  # a block of threads reads the weights of its point once
-        if enough and threads > 1 and rows < SHARED_ROWS * readers and not self.target.few_kernels:
-            weights = group.anchor.inputs[1]  # each reader would take all of them for its few rows
-            enough = readers * math.prod(weights.shape.static) * weights.dtype.itemsize <= REREAD
+        if enough and threads > 1 and not self.target.few_kernels:
+            enough = self.may_read_again(group.anchor.inputs[1], rows, readers)
         fits = group.dims[-1] * group.anchor.shapes[0].dtype.compute.itemsize <= self.target.cache_bytes
         return enough and fits and len(facts.b_columns) == 1
+
+    def may_read_again(self, weights: Value, rows: int, readers: int) -> bool:
+        """True if so many readers may each take all weights for its part of the rows: this takes no longer than multiplying them,
+        or than a kernel of its own for what follows on the rows."""
+        few, again = rows < SHARED_ROWS * readers, readers * math.prod(weights.shape.static)
+        if few and again * weights.dtype.itemsize > REREAD:
+            return False
+        soon = few or weights.dtype.itemsize < f32.itemsize  # narrow ones are multiplied sooner than they are read
+        return not (soon and self.target.reread) or again <= self.target.reread * rows
 
     def acyclic(self, group: Group, node: Node, views: Sequence[Value] = ()) -> bool:
         """True if no operand from outside the group depends on the group. `views`: those that are read element by element."""
