@@ -378,7 +378,7 @@ def test_threads_with_few_rows_do_not_each_read_large_weights(rows: int, depth: 
         ("sapphirerapids", "bf16", 16, 384, True),
         ("sapphirerapids", "bf16", 4, 1536, True),
         ("sapphirerapids", "bf16", 2, 8192, False),  # 64 rows of a thread
-        ("sapphirerapids", "f32", 2, 8192, True),  # the same rows, multiplied more slowly
+        ("sapphirerapids", "f32", 2, 8192, True),  # the same rows, which are multiplied more slowly
         ("sapphirerapids", "f32", 16, 1536, False),
         ("znver4", "bf16", 16, 1536, True),
         ("znver4", "f32", 16, 1536, True),

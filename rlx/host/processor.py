@@ -41,7 +41,7 @@ CPUS = {  # architecture -> LLVM's names of its CPUs that target_for takes -> th
 }  # fmt: skip
 MAX_THREADS = 1024
 UNLIMITED = 1 << 30  # number of CPUs if no quota is set
-REREAD = 1 << 15  # Target.reread of processors with AMX
+REREAD = 1 << 16  # Target.reread of processors with AMX
 USUAL_CACHE = 1 << 20  # bytes of second-level cache of a core of a machine that is not this one
 
 

@@ -158,7 +158,7 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     else:
         by_rows = bool(c.rows) or (matrix > 0 and batch == 1 and _by_rows(c, target.threads))
         blocks, groups, batch_groups = _tasks(c, batch, row_tiles, blocks, panels, target.threads, wanted, by_rows)
-        if matrix and blocks:
+        if matrix and groups > 1 and row_tiles < LEAST_TILES * blocks:  # blocks of whole rows read all of b each
             blocks = _of_one_height(row_tiles, blocks, groups * batch_groups, target.threads)
     tiles = -(-row_tiles // blocks) if blocks else 0
     stage_b = "groups" if group > 1 and not panel else _stage_b(c.b, c, tiles)
@@ -440,8 +440,8 @@ def _tasks(
 
 
 def _of_one_height(row_tiles: int, blocks: int, times: int, threads: int) -> int:
-    """At least `blocks` blocks, `times` tasks each: of one height, if the threads end sooner then. Tiles of the matrix unit are
-    high, so that a block has few."""
+    """At least `blocks` blocks of few tiles, since those of the matrix unit are high, and `times` tasks each: blocks of one height,
+    if the threads end sooner then."""
     equal = next(n for n in range(blocks, row_tiles + 1) if row_tiles % n == 0)
     before, after = (-(-n * times // threads) * -(-row_tiles // n) for n in (blocks, equal))
     return equal if after < before else blocks
