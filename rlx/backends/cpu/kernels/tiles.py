@@ -440,8 +440,8 @@ def _tasks(
 
 
 def _of_one_height(row_tiles: int, blocks: int, times: int, threads: int) -> int:
-    """At least `blocks` blocks of few tiles, since those of the matrix unit are high, and `times` tasks each: blocks of one height,
-    if the threads end sooner then."""
+    """At least `blocks` blocks, of `times` tasks each: blocks of one height if the threads end sooner then. They have few tiles,
+    since those of the matrix unit are high."""
     equal = next(n for n in range(blocks, row_tiles + 1) if row_tiles % n == 0)
     before, after = (-(-n * times // threads) * -(-row_tiles // n) for n in (blocks, equal))
     return equal if after < before else blocks
