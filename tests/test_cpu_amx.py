@@ -111,8 +111,28 @@ def test_tiles_are_lower_where_threads_would_have_no_rows(emulator: Unit, thread
     kernel = of_rows(128, 96, 192, target)
     made = tiles.plan(kernel, kernel.body[0], target)
     assert (made.rows, made.tasks) == (rows, tasks)
+    assert made.ahead  # also by the only tile of a panel: each thread reads all panels
     plain.check_product(kernel, target)
     assert emulator.products and emulator.released
+
+
+@pytest.mark.parametrize(("n", "blocks"), [(96, 8), (32, 6)], ids=["four tasks of a tile", "two tasks"])
+def test_blocks_have_one_height_if_six_threads_end_sooner(emulator: Unit, n: int, blocks: int) -> None:
+    """Eight tiles of rows. In six blocks, two of which have two tiles, a thread may have three tasks of two tiles, or one."""
+    target = with_amx(6)
+    panel, group = target.panel("bf16")
+    kernel = plain.product(128, n, 192, dtypes=KINDS["bf16"], panel=panel, group=group)
+    made = tiles.plan(kernel, kernel.body[0], target)
+    assert (made.row_tiles, made.blocks) == (8, blocks)
+    plain.check_product(kernel, target)
+    assert emulator.products and emulator.released
+
+
+@pytest.mark.parametrize(("m", "depth", "rows"), [(128, 3072, 16), (128, 3104, 32), (160, 1536, 16), (160, 3072, 32)])
+def test_deep_products_of_few_rows_have_low_tiles(m: int, depth: int, rows: int) -> None:
+    panel, group = with_amx(4).panel("bf16")
+    kernel = plain.product(m, 64, depth, dtypes=KINDS["bf16"], panel=panel, group=group)
+    assert tiles.plan(kernel, kernel.body[0], with_amx(4)).rows == rows
 
 
 @pytest.mark.parametrize(("cache", "blocks"), [(190_000, 2), (220_000, 1), (300_000, 2)], ids=["no room", "far", "near"])

@@ -553,7 +553,8 @@ def test_tasks_are_worth_their_overhead() -> None:
     assert task_count(1e9, 1) == 1
     assert 4 * 16 <= task_count(1e9, 16) <= 8 * 16
     assert [task_count(ns, 2) for ns in (7e3, 8e3, 12e3)] == [1, 2, 2]
-    assert [task_count(n * 6e3, 4) for n in range(7)] == [1, 1, 2, 3, 4, 8, 8]  # above the threads: as many for each
+    assert [task_count(n * 6e3, 4) for n in range(7)] == [1, 1, 4, 4, 4, 8, 8]  # above the threads: as many for each
+    assert [task_count(ns, 16) for ns in (8e3, 12e3, 18e3, 60e3)] == [5, 8, 12, 16]  # below: each thread has a small one
     kernel = pointwise([k.exp], [f32], (f32, 1 << 20))
     tasks = render(kernel, host_target(4), "f").tasks
     assert 16 <= tasks <= 32

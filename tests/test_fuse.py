@@ -10,6 +10,7 @@ import pytest
 
 import rlx
 from rlx.backends import get
+from rlx.backends.cpu.target import target_for
 from rlx.compiler import lower
 from rlx.compiler.fuse import MAX_NODES
 from rlx.ir import kernel as K
@@ -368,6 +369,30 @@ def test_threads_with_few_rows_do_not_each_read_large_weights(rows: int, depth: 
     made = x(g, rows, depth) @ param(g, "w", depth, 768)
     g.set_outputs([rlx.layer_norm(made, param(g, "s", 768), param(g, "b", 768))])
     assert len(lower(g, replace(get("ref").target(0), threads=16), rlx.CompileOptions()).steps) == steps
+
+
+@pytest.mark.parametrize(
+    ("cpu", "precision", "threads", "depth", "whole"),
+    [
+        ("sapphirerapids", "bf16", 16, 1536, False),
+        ("sapphirerapids", "bf16", 16, 384, True),
+        ("sapphirerapids", "bf16", 4, 1536, True),
+        ("sapphirerapids", "bf16", 2, 8192, False),  # 64 rows of a thread
+        ("sapphirerapids", "f32", 2, 8192, True),  # the same rows, which are multiplied more slowly
+        ("sapphirerapids", "f32", 16, 1536, False),
+        ("znver4", "bf16", 16, 1536, True),
+        ("znver4", "f32", 16, 1536, True),
+    ],
+)
+def test_slow_shared_caches_keep_norms_apart(cpu: str, precision: str, threads: int, depth: int, whole: bool) -> None:
+    """128 rows. `whole`: a thread has whole rows of the product, of which it computes the norm, and so it reads all weights."""
+    g = Graph("g")
+    made = x(g, 128, depth) @ param(g, "w", depth, 384)
+    g.set_outputs([rlx.layer_norm(made, param(g, "s", 384), param(g, "b", 384))])
+    target = target_for("x86_64-unknown-linux-gnu", cpu, threads=threads)
+    steps = lower(g, target, rlx.CompileOptions(precision=precision)).steps
+    (product,) = (c for s in steps for c in s.kernel.body if isinstance(c, K.Contract))
+    assert bool(product.rows) == whole
 
 
 def test_equal_layers_share_their_kernels() -> None:

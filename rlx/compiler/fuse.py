@@ -20,6 +20,7 @@ from rlx.compiler.facts import Facts
 from rlx.compiler.groups import Group
 from rlx.compiler.operands import computable, producer, row_axes
 from rlx.compiler.packing import contraction, reduction, widens
+from rlx.ir.dtype import bf16
 from rlx.ir.graph import Graph, Node, Value, postorder
 from rlx.ir.op import Kind
 from rlx.ir.shape import contiguous_strides
@@ -30,6 +31,7 @@ _ANCHORS = (Kind.KERNEL, Kind.CONTRACT, Kind.COLLECTIVE, Kind.CONTROL)
 FEW = 4  # elements that a pointwise reader computes again rather than have a kernel do so, where kernels are to be few
 MIN_ROWS = 2  # per grid point that the target needs: with fewer, distributing whole rows leaves threads idle
 SHARED_ROWS = 32  # of a reader: with more, multiplying takes longer than reading the weights
+UNIT_ROWS = 128  # of all readers of bf16 weights: up to there, a matrix unit multiplies them sooner than they are read
 REREAD = 1 << 26  # bytes that all of them read so, at most: more take longer than a kernel of its own for the rows
 
 
@@ -303,11 +305,20 @@ class _Fuser:
         rows, threads = math.prod(group.dims[:-1]), self.target.threads
         enough = threads == 1 or rows >= MIN_ROWS * self.target.points
         readers = min(threads, self.target.points)  # a block of threads reads the weights of its point once
-        if enough and threads > 1 and rows < SHARED_ROWS * readers and not self.target.few_kernels:
-            weights = group.anchor.inputs[1]  # each reader would take all of them for its few rows
-            enough = readers * math.prod(weights.shape.static) * weights.dtype.itemsize <= REREAD
+        if enough and threads > 1 and not self.target.few_kernels:
+            enough = self.may_read_again(group.anchor.inputs[1], rows, readers)
         fits = group.dims[-1] * group.anchor.shapes[0].dtype.compute.itemsize <= self.target.cache_bytes
         return enough and fits and len(facts.b_columns) == 1
+
+    def may_read_again(self, weights: Value, rows: int, readers: int) -> bool:
+        """True if so many readers may each take all weights for its part of the rows: this takes no longer than multiplying them,
+        or than a kernel of its own for what follows on the rows."""
+        few = rows < SHARED_ROWS * readers
+        again = readers * math.prod(weights.shape.static) * weights.dtype.itemsize
+        if few and again > REREAD:
+            return False
+        soon = few or (weights.dtype == bf16 and rows <= UNIT_ROWS)  # multiplying them takes no longer than reading
+        return not (soon and self.target.reread) or again <= self.target.reread * rows
 
     def acyclic(self, group: Group, node: Node, views: Sequence[Value] = ()) -> bool:
         """True if no operand from outside the group depends on the group. `views`: those that are read element by element."""

@@ -41,6 +41,7 @@ CPUS = {  # architecture -> LLVM's names of its CPUs that target_for takes -> th
 }  # fmt: skip
 MAX_THREADS = 1024
 UNLIMITED = 1 << 30  # number of CPUs if no quota is set
+REREAD = 1 << 16  # Target.reread of processors with AMX
 USUAL_CACHE = 1 << 20  # bytes of second-level cache of a core of a machine that is not this one
 
 
@@ -171,7 +172,8 @@ def missing_features(features: Sequence[str]) -> tuple[str, ...]:
 def _target(features: tuple[str, ...], threads: int, core_cache: int = USUAL_CACHE) -> Target:
     wide = {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= set(features)
     vector_bytes = 64 if wide else 32 if "avx2" in features else 16
-    return Target("cpu", DTYPES, features, vector_bytes, threads, core_cache_bytes=core_cache)
+    reread = REREAD if "amx-tile" in features else 0
+    return Target("cpu", DTYPES, features, vector_bytes, threads, core_cache_bytes=core_cache, reread=reread)
 
 
 # -- threads -------------------------------------------------------------------------------------------------------

@@ -122,6 +122,7 @@ class Target:
     channels_last: bool = False  # contractions of a convolution read operands with channels last
     few_kernels: bool = False  # a kernel costs more than elements computed twice: updates in place and rows are fused further
     rest_bytes: int = 0  # buffers up to this size keep their memory for some steps after their last use: launches can be joined
+    reread: int = 0  # bytes of weights that a thread may read again for each of its rows; 0: any, since shared caches are fast
     tile_rows: int = 16  # rows of a contraction that are computed together
     flops_per_ns: float = 50  # of one thread
     bytes_per_ns: float = 10  # of one thread

@@ -40,7 +40,8 @@ from rlx.ir.kernel import (  # isort: skip
 )  # fmt: skip
 from rlx.ir.target import Target
 
-GRAIN_NS = 6_000  # least estimated work of a task, where there are more than two: a handover takes 0.2 µs
+GRAIN_NS = 6_000  # least estimated work of a task, where a thread has several: a handover takes 0.2 µs
+SHARE_NS = 1_500  # the same where a thread has one: it begins within 0.5 µs of the others
 MOST_APART = 16  # boxes with loops of their own, one of which is tiled: each is code of its own, and small ones are one task
 SHARED_NS = 7_500  # least estimated work of a loop of several tasks: no thread is woken for small ones (table.WAKING_NS)
 STREAMED_BYTES = 32 << 20  # a kernel that touches this much uses non-temporal stores: the results would not stay in cache
@@ -239,8 +240,9 @@ def _has_vector(stmts: Sequence[Stmt]) -> bool:
 
 
 def task_count(work_ns: float, threads: int) -> int:
-    """The number of tasks to aim for: a multiple of `threads` if there is work enough, and each of about GRAIN_NS at least."""
-    tasks = max(2, min(int(work_ns / GRAIN_NS), TASKS_PER_THREAD * threads))
+    """The number of tasks to aim for: at most one for each thread, each of about SHARE_NS at least, or if there is work enough a
+    multiple of `threads`, each of about GRAIN_NS."""
+    tasks = max(2, min(int(work_ns / SHARE_NS), threads), min(int(work_ns / GRAIN_NS), TASKS_PER_THREAD * threads))
     return 1 if threads == 1 or work_ns < SHARED_NS else tasks if tasks < threads else -(-tasks // threads) * threads
 
 

@@ -49,7 +49,7 @@ GROUP_PART = 24 << 10  # of that of a group of rows, which are few: reading and 
 FAR_ROWS = 1 << 18  # bytes of rows of `a` that are not near the core when a kernel begins
 FEW_PANELS = 24  # with more, waiting for rows in the first one does not count
 SUMS, SUMS_OF_ONE = 8, 12  # independent accumulators that hide the latency of a multiply-add; in tiles of one vector
-LOW_UNIT = 1024, 1536  # rows, depth: up to there, several threads multiply bf16 faster with 16 rows a tile than with 32
+LOW_UNIT = (1024, 1536), (128, 3072)  # rows, depth: up to there, several threads multiply bf16 faster with 16 rows a tile
 LOW_ROWS = 3  # rows of the lowest tile that is worth trying
 DEFAULT_TILING: Mapping[str, int] = {}
 
@@ -158,13 +158,16 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     else:
         by_rows = bool(c.rows) or (matrix > 0 and batch == 1 and _by_rows(c, target.threads))
         blocks, groups, batch_groups = _tasks(c, batch, row_tiles, blocks, panels, target.threads, wanted, by_rows)
+        if matrix and groups > 1 and row_tiles < LEAST_TILES * blocks:  # blocks of whole rows read all of b each
+            blocks = _of_one_height(row_tiles, blocks, groups * batch_groups, target.threads)
     tiles = -(-row_tiles // blocks) if blocks else 0
     stage_b = "groups" if group > 1 and not panel else _stage_b(c.b, c, tiles)
     cached = tiles * rows * c.k * c.a.dtype.itemsize <= amx.L1  # such a block is read from there, in any layout
     windows = isinstance(c.a, Operand) and c.a.col_levels  # read again and again from caches that do not hold copies of them
     tiled = matrix == amx.SIDE and (stage_a or (groups == 1 and panels >= TILED_PANELS and not cached and not windows))
     depth = _depth(c, group, vectors * lanes, matrix, stage_a, target)
-    ahead = tiling.get("ahead", tiles > 1 if matrix else _fetches_ahead(c, rows, tiles, target))  # one tile of the unit is quick
+    alike = bool(c.rows) and target.threads > 1  # all threads read all of b; else one tile of the unit is quick
+    ahead = tiling.get("ahead", tiles > 1 or alike if matrix else _fetches_ahead(c, rows, tiles, target))
     return Plan(
         lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, group, stage_a or tiled, stage_b,
         registers, matrix, bool(ahead) and stage_b != "groups", depth, tiled, segment,
@@ -270,7 +273,7 @@ def _highest(c: Contract, vectors: int, lanes: int, registers: int, unit: int, t
         most = ROWS_OF_ONE if vectors == 1 and c.k >= DEEP else MAX_ROWS
         return max(1, min(most, (registers - 1 - vectors) // vectors))
     plain = isinstance(c.a, Operand) and not c.a.row_levels + c.a.col_levels
-    low = unit == 2 and threads > 1 and c.m <= LOW_UNIT[0] and c.k <= LOW_UNIT[1]
+    low = unit == 2 and threads > 1 and any(c.m <= rows and c.k <= depth for rows, depth in LOW_UNIT)
     few = bool(c.rows) and -(-c.m // (2 * amx.SIDE)) < threads  # tasks own whole rows: some threads would have none
     return amx.SIDE if plain and (low or few) else 2 * amx.SIDE
 
@@ -434,6 +437,14 @@ def _tasks(
     even = -(-blocks // step) * step  # with so many blocks, tasks are whole rounds of the threads
     lower = whole_rounds(blocks * times, threads) > blocks * times and LEAST_TILES * even <= row_tiles
     return even if lower else blocks, groups, batch_groups
+
+
+def _of_one_height(row_tiles: int, blocks: int, times: int, threads: int) -> int:
+    """At least `blocks` blocks, of `times` tasks each: blocks of one height if the threads end sooner then. They have few tiles,
+    since those of the matrix unit are high."""
+    equal = next(n for n in range(blocks, row_tiles + 1) if row_tiles % n == 0)
+    before, after = (-(-n * times // threads) * -(-row_tiles // n) for n in (blocks, equal))
+    return equal if after < before else blocks
 
 
 def results_in_lines(kernel: Kernel, c: Contract, columns: int) -> frozenset[Buffer]:
