@@ -165,3 +165,14 @@ def test_a_part_that_reads_nodes_of_its_group_through_a_view_takes_them_along() 
     positive, rows = np.maximum(array, 0), np.concatenate([array[:1], array[:2] * 2, array[3:]])
     for found, wanted in zip(compiled.run({"x": array}), ([positive, rows], [positive, array])):
         assert (found == np.concatenate(wanted)).all()
+
+
+def test_an_error_of_many_operands_lists_those_that_differ() -> None:
+    g = Graph("many")
+    values = [g.input(f"x{i}", (2, 3), "f32") for i in range(100)]
+    with pytest.raises(rlx.errors.ShapeError) as found:
+        concat(*values, g.input("other", (2, 4), "f32"), axis=0)
+    assert str(found.value) == (
+        "concat(100 x f32[2,3], f32[2,4], AxisAttrs(axis=0)): f32[2,4] and f32[2,3] differ in more than dim 0; "
+        "'x0' is f32[2,3]; 'other' is f32[2,4]"
+    )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import cache, cached_property
 from inspect import CO_VARARGS
+from itertools import groupby
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -288,11 +289,15 @@ class OpDef:
                 raise DTypeError(f"the first operand is {shapes[0].dtype}, it takes {takes}; cast it first")
             out = self.infer(attrs, *shapes)
         except GraphError as e:
-            given = ", ".join(map(str, shapes))
-            known = "".join(f"; {name!r} is {s}" for s, name in zip(shapes, names) if name)
+            runs = [(str(s), len([*same])) for s, same in groupby(shapes)]
+            given = ", ".join(f"{n} x {s}" if n > MOST_SHOWN else ", ".join([s] * n) for s, n in runs)
+            named = [(s, name) for s, name in zip(shapes, names) if name]
+            named = named if len(named) <= MOST_SHOWN else [*{s: (s, name) for s, name in reversed(named)}.values()][::-1]
+            known = "".join(f"; {name!r} is {s}" for s, name in named[:MOST_SHOWN])
             raise type(e)(f"{self.name}({given}{', ' + str(attrs) if attrs else ''}): {e}{known}") from None
         return out if isinstance(out, tuple) else (out,)
 
 
+MOST_SHOWN = 8  # operands that an error lists one by one; of more, one of each shape has its name
 OPS: dict[str, OpDef] = {}
 KINDS = {"f": "floats", "i": "signed integers", "u": "unsigned integers", "b": "bool", "c": "complex"}
