@@ -14,7 +14,7 @@ from test_cuda import on_gpu
 import rlx
 from rlx.backends.cuda.backend import target
 from rlx.backends.cuda.code import launch_of, text_of
-from rlx.backends.cuda.joins import FEW, JoinLaunch
+from rlx.backends.cuda.joins import FEW, JoinLaunch, Part
 from rlx.backends.cuda.schedule import Launch
 from rlx.backends.ref.interpret import run_kernel
 from rlx.compiler import lower
@@ -58,19 +58,38 @@ def launch(g: rlx.Graph) -> Launch:
     return launch_of(step.kernel)
 
 
+def interpreted(found: Launch, given: list[np.ndarray], wanted: np.ndarray) -> np.ndarray:
+    """What the kernels of all parts, or of the whole, store: as many elements as are wanted, and no others."""
+    out, parts = np.zeros(2 * wanted.size, wanted.dtype), getattr(found, "members", (Part(found, 0),))
+    for part in parts:
+        result, *read = part.launch.kernel.buffers
+        assert result.writable and not part.first * result.dtype.itemsize % 16
+        inputs = [given[found.kernel.buffers.index(b) - 1].reshape(-1) for b in read]
+        run_kernel(part.launch.kernel, [out[part.first :], *inputs])
+    assert not out[wanted.size :].any()
+    return out[: wanted.size].reshape(wanted.shape)
+
+
 @pytest.mark.parametrize("computed", COMPUTED)
 @pytest.mark.parametrize("name", CASES)
 def test_parts_have_all_elements(name: str, computed: str) -> None:
     found, wanted = launch(joined(name, computed)), expected(name, computed)
     assert isinstance(found, JoinLaunch) and found.blocks == sum(p.launch.blocks for p in found.members)
-    out, given = np.zeros(2 * wanted.size, wanted.dtype), [x.reshape(-1) for x in drawn(name)]
-    for part in found.members:
-        result, *read = part.launch.kernel.buffers
-        assert result.writable and not part.first * result.dtype.itemsize % 16
-        inputs = [given[found.kernel.buffers.index(b) - 1] for b in read]
-        run_kernel(part.launch.kernel, [out[part.first :], *inputs])
-    np.testing.assert_array_equal(out[: wanted.size].reshape(wanted.shape), wanted)
-    assert not out[wanted.size :].any()
+    np.testing.assert_array_equal(interpreted(found, drawn(name), wanted), wanted)
+
+
+@pytest.mark.parametrize("count, kind", [(2, Launch), (8, JoinLaunch)])
+@pytest.mark.parametrize("dtype", ["f32", "i8"])
+def test_numbers_are_no_positions(count: int, kind: type, dtype: str) -> None:
+    """x + 1.5 - 0.75 rounds twice, and is not x + (1 - 0), as sums of positions are."""
+    g, (a, b) = rlx.Graph("numbers"), (1.5, 0.75) if dtype == "f32" else (100, 7)
+    values = [g.input(f"x{i}", (64, 64), dtype) for i in range(count)]
+    g.set_outputs([rlx.concat([x + a - b for x in values], axis=1)])
+    rng, of = np.random.default_rng(0), rlx.ir.as_dtype(dtype).numpy
+    arrays = [(100 * rng.standard_normal((64, 64))).clip(-127, 127).astype(of) for _ in values]
+    wanted, found = np.concatenate([x + of.type(a) - of.type(b) for x in arrays], axis=1), launch(g)
+    assert type(found) is kind
+    np.testing.assert_array_equal(interpreted(found, arrays, wanted), wanted)
 
 
 def test_parts_of_one_shape_are_one_function() -> None:

@@ -17,7 +17,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "rlx"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGET = 45_212  # code lines of the package without the folders below
-BACKENDS = {"backends/cuda": 11_766}  # code lines of the backends that other devices need
+BACKENDS = {"backends/cuda": 11_770}  # code lines of the backends that other devices need
 FILE_SOFT, FILE_HARD = 500, 800  # lines of a file; past the soft one its docstring says why ("500 lines")
 FUNCTION = 60  # code lines
 _NO_CODE = {

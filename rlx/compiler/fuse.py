@@ -414,10 +414,10 @@ class _Fuser:
                 continue  # a copy in another order reads whole lines of memory in both directions, and no zeros between
             if node.op.kind is Kind.REDUCE and any(n.op.kind is Kind.REDUCE for n in other.forms):
                 continue  # the first, partial step of a reduction in two steps
-            joined = sum(len(n.inputs) for n in (*group.forms, *other.forms) if n.op.name == "concat")
-            if bigger or early or joined > MOST_JOINED or self.escapes(other, {node}):
+            if bigger or early or self.escapes(other, {node}):
                 continue
-            if self.evaluations(node, {*group.forms, *other.forms}) <= MAX_EVALUATIONS:
+            joined = sum(len(n.inputs) for n in (*group.forms, *other.forms) if n.op.name == "concat")
+            if joined <= MOST_JOINED and self.evaluations(node, {*group.forms, *other.forms}) <= MAX_EVALUATIONS:
                 self.take_over(group, other, absorbed=set(other.forms))
                 group.forms = {**dict.fromkeys(other.forms, "full"), **group.forms}
 

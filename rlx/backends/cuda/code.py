@@ -184,8 +184,7 @@ def prologue(wide: bool) -> str:
 
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
     Launch: CudaWriter, ColumnsLaunch: ColumnsWriter, StripsLaunch: StripsWriter, TileLaunch: TileTransposer,
-    JoinLaunch: JoinWriter,
-    FmaLaunch: FmaWriter, TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
+    FmaLaunch: FmaWriter, TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter, JoinLaunch: JoinWriter,
     StagedLaunch: StagedWriter, StayingLaunch: StayingWriter, SortLaunch: SortWriter, DigitLaunch: DigitWriter,
     SelectLaunch: SelectWriter, ThresholdLaunch: ThresholdWriter,
     ScatterLaunch: ScatterWriter, ReplaceLaunch: ReplaceWriter, PatchLaunch: PatchWriter,

@@ -8,10 +8,11 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+from rlx.ir.dtype import index_
 from rlx.ir.nest import changed, operands, postorder, substitute
 
 from rlx.ir.kernel import (  # isort: skip
-    Alu, Check, Const, Expr, Kernel, Let, Load, Loop, Stmt, Store, Var, alu, coefficient, const, is_const, k, walk,
+    Alu, Check, Const, Expr, Kernel, Let, Load, Loop, Stmt, Store, Var, alu, coefficient, const, k, walk,
 )  # fmt: skip
 
 MOST = 4  # parts of a loop
@@ -55,6 +56,13 @@ def part_of(body: tuple[Stmt, ...], var: Var, first: int, extent: int, own: Var)
         return [part.statement(s)]
 
     return changed(body, made)
+
+
+def _moved(a: Expr, by: Expr) -> Expr | None:
+    """(x + c) - by of positions, which are exact, as one sum."""
+    if not (isinstance(a, Alu) and a.op == "add" and isinstance(c := a.args[1], Const) and isinstance(by, Const)):
+        return None
+    return k.add(a.args[0], int(c.value) - int(by.value))
 
 
 def _edge(e: Alu, var: Var) -> tuple[int, ...]:
@@ -110,8 +118,8 @@ class _Part:
             return no[0]
         if e.op == "select" and isinstance(parts[0], Const):
             return parts[1 if parts[0].value else 2]
-        if e.op == "sub" and isinstance(a := parts[0], Alu) and a.op == "add" and all(map(is_const, (a.args[1], parts[1]))):
-            return k.add(a.args[0], int(a.args[1].value) - int(parts[1].value))  # type: ignore[union-attr]
+        if e.dtype == index_ and e.op == "sub" and (moved := _moved(*parts)) is not None:
+            return moved
         return alu(e.op, *parts, dtype=e.dtype)
 
     def decided(self, op: str, parts: list[Expr]) -> bool | None:
